@@ -1,0 +1,262 @@
+"""The run's configuration: frozen models read from TOML, the only place where a default is written.
+
+A field marked `operational` (worker counts, timeouts, paths) changes how a stage runs, never what it produces;
+fingerprints leave it out. Unknown keys are refused with the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from schemas.errors import ConfigError
+from schemas.keys import check_run_id
+
+Precision = Literal["fp32", "bf16"]
+
+
+def operational(default: Any, **constraints: Any) -> Any:
+    """A field that does not change what a stage produces."""
+    return Field(default, json_schema_extra={"operational": True}, **constraints)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+    def content(self) -> dict[str, Any]:
+        """The values that change what is produced, JSON-ready, nested sections included."""
+        out: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and extra.get("operational"):
+                continue
+            value = getattr(self, name)
+            if isinstance(value, Section):
+                value = value.content()
+            elif isinstance(value, tuple):
+                value = [v.content() if isinstance(v, Section) else v for v in value]
+            out[name] = value
+        return out
+
+
+class Student(Section):
+    path: str = Field(description="Hugging Face model folder with tokenizer (safetensors)")
+    precision: Precision = Field("bf16", description="values of the linear weights, in rollout and in training")
+
+
+class Teacher(Section):
+    id: str = Field(min_length=1, description="opaque; the order of ids gives teacher_index")
+    path: str = Field(description="Hugging Face model folder")
+    weight: float = Field(1.0, gt=0, description="weight of this teacher's KL, never normalised")
+    precision: Precision = Field("bf16", description="values of the linear weights")
+    template: str = Field(
+        "",
+        description="Jinja template of an extra system message that only this teacher reads; sees the prompt's "
+        "columns (answer, domain, context). Empty: the teacher reads what the student reads",
+    )
+
+
+class GymDataset(Section):
+    name: str = Field(description="a data set of reasoning-gym")
+    domain: str = Field("", description="defaults to the name")
+    size: int = Field(gt=0)
+    teachers: tuple[str, ...] = Field(min_length=1, description="teacher ids")
+    suffix: str = Field("", description="appended to the question")
+    params: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _domain(self):
+        if not self.domain:
+            object.__setattr__(self, "domain", self.name)
+        return self
+
+
+class Prompts(Section):
+    datasets: tuple[GymDataset, ...] = Field(min_length=1)
+    per_iteration: int = Field(24, gt=0)
+    heldout: int = Field(8, ge=0, description="prompts set apart: sampled each iteration, never trained on")
+
+
+class Rollout(Section):
+    samples_per_prompt: int = Field(2, gt=0)
+    max_response_tokens: int = Field(64, gt=0)
+    temperature: float = Field(1.0, gt=0)
+    top_k: int = Field(0, ge=0, description="0: no cut")
+    top_p: float = Field(1.0, gt=0, le=1)
+    prompts_per_partition: int = Field(8, gt=0)
+    max_sequences: int = operational(32, gt=0, description="sequences in flight in one worker")
+    page_tokens: int = Field(64, gt=0, description="tokens of a KV page")
+    kv_bytes: int = operational(1 << 30, gt=0, description="KV cache of one worker")
+    workers: int = operational(1, gt=0)
+    threads: int = operational(0, ge=0, description="CPU threads of one worker; 0: cores divided by workers")
+    seal_seconds: float = operational(
+        2.0, gt=0, description="a segment is sealed and uploaded at this age at the latest"
+    )
+    grace_seconds: float = operational(20.0, gt=0, description="time to spill KV after SIGTERM")
+    dead_after_seconds: float = operational(20.0, gt=0, description="a silent owner is taken for dead")
+    max_attempts: int = operational(4, gt=0, description="starts of one partition before the stage fails")
+
+
+class Teach(Section):
+    trajectories_per_partition: int = Field(64, gt=0)
+    batch_tokens: int = operational(4096, gt=0, description="tokens of one forward pass")
+    workers: int = operational(1, gt=0)
+    threads: int = operational(0, ge=0)
+    dead_after_seconds: float = operational(20.0, gt=0)
+    max_attempts: int = operational(3, gt=0)
+
+
+class Dispatch(Section):
+    mini_batch_trajectories: int = Field(16, gt=0, description="trajectories of one optimizer step")
+    pack_tokens: int = Field(2048, gt=0, description="token budget of one pack")
+    slots: int = Field(2, gt=0, description="virtual ranks; a run may use any number of ranks up to this")
+
+
+class Train(Section):
+    learning_rate: float = Field(2e-5, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    gradient_clip: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    divergence: Literal["reverse", "forward"] = "reverse"
+    temperature: float = Field(1.0, gt=0)
+    compute: Literal["fp32", "bf16"] = Field("bf16", description="dtype of the linears' products")
+    zero_stage: Literal[1, 3] = operational(1)
+    ranks: int = operational(1, gt=0)
+    threads: int = operational(0, ge=0)
+    chunk_bytes: int = operational(256 << 20, gt=0, description="logits of one chunk of the KL")
+    loader_bytes: int = operational(256 << 20, gt=0, description="shared memory of a node's loader")
+    dead_after_seconds: float = operational(60.0, gt=0)
+    max_attempts: int = operational(3, gt=0)
+
+
+class Spark(Section):
+    cores: int = operational(2, gt=0)
+    driver_memory: str = operational("2g", pattern=r"^[0-9]+[gm]$")
+    shuffle_partitions: int = operational(4, gt=0)
+    jars: str = operational("jars", description="folder of the pinned Delta jars")
+
+
+class Drill(Section):
+    kill_rollout_worker_after_tokens: int = operational(
+        0, ge=0, description="SIGKILL one rollout worker once it has acknowledged this many tokens; 0: never"
+    )
+
+
+class RunConfig(Section):
+    """One run. Paths are relative to the working directory; `data` is the root of objects and tables."""
+
+    run_id: str
+    seed: int = 0
+    iterations: int = Field(1, gt=0)
+    data: str = operational("data")
+    student: Student
+    teachers: tuple[Teacher, ...] = Field(min_length=1)
+    prompts: Prompts
+    rollout: Rollout = Rollout()
+    teach: Teach = Teach()
+    dispatch: Dispatch = Dispatch()
+    train: Train = Train()
+    spark: Spark = Spark()
+    drill: Drill = Drill()
+
+    @model_validator(mode="after")
+    def _check(self):
+        check_run_id(self.run_id)
+        ids = [t.id for t in self.teachers]
+        repeated = sorted({i for i in ids if ids.count(i) > 1})
+        if repeated:
+            raise ConfigError("teachers", expected="each id once", found=f"{repeated[0]!r} again")
+        for dataset in self.prompts.datasets:
+            for teacher_id in dataset.teachers:
+                if teacher_id not in ids:
+                    raise ConfigError(
+                        f"prompts.datasets, {dataset.name}, teachers", expected=f"one of {sorted(ids)}",
+                        found=repr(teacher_id) + _nearest(teacher_id, ids),
+                    )  # fmt: skip
+        return self
+
+    @property
+    def teacher_ids(self) -> tuple[str, ...]:
+        """teacher_index -> teacher_id."""
+        return tuple(sorted(t.id for t in self.teachers))
+
+    def teacher(self, teacher_index: int) -> Teacher:
+        return next(t for t in self.teachers if t.id == self.teacher_ids[teacher_index])
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    near = difflib.get_close_matches(word, words, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _fields_at(path: tuple[int | str, ...]) -> list[str]:
+    """Valid names beside the key at `path`."""
+    model: Any = RunConfig
+    for part in path[:-1]:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        arguments = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, Section)]
+        model = arguments[0] if arguments else annotation
+    return list(model.model_fields)
+
+
+def _explain(error: ValidationError, source: str) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    path = tuple(first["loc"])
+    where = f"{source}, {'.'.join(str(p) for p in path)}"
+    if first["type"] == "extra_forbidden":
+        names = _fields_at(path)
+        return ConfigError(
+            where, expected=f"one of {', '.join(names)}", found=repr(path[-1]) + _nearest(str(path[-1]), names)
+        )
+    if first["type"] == "missing":
+        return ConfigError(where, expected="a value", found="nothing")
+    return ConfigError(where, expected=first["msg"], found=repr(first["input"])[:200])
+
+
+def parse(values: dict[str, Any], source: str = "config") -> RunConfig:
+    """Checked configuration. Raises ConfigError that names the setting and the nearest valid name."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, source) from error
+
+
+def _override(values: dict[str, Any], setting: str) -> None:
+    name, separator, text = setting.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError(f"--set {setting}", expected="SECTION.KEY=VALUE, for example train.learning_rate=1e-5")
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string: --set run_id=tonight
+    *sections, key = name.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {setting}", expected="a path through sections", found=f"{section!r} is a value")
+    values[key] = value
+
+
+def load(path: str | Path, overrides: Annotated[list[str], "SECTION.KEY=VALUE"] | None = None) -> RunConfig:
+    """Read a TOML file, apply `--set` overrides, check. Raises ConfigError."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(str(path), expected="a TOML file", found="no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), expected="a readable TOML file in UTF-8", found=str(error)) from error
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(path), expected="TOML", found=str(error)) from error
+    for setting in overrides or []:
+        _override(values, setting)
+    return parse(values, str(path))

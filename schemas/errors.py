@@ -1,0 +1,77 @@
+"""The one family of errors: a user reads where, expected, found, what is safe, and what to run next.
+
+Every error that opd raises for a cause outside its own code is an `OpdError` of one of five kinds.
+Each kind has its own exit status, so that a scheduler can tell a typing mistake from a full disk.
+"""
+
+from __future__ import annotations
+
+
+class OpdError(Exception):
+    """Base of the family.
+
+    where: the file and offset, table and key, or setting at fault; expected, found: the two sides of the
+    breach; safe: what remains intact; next_command: what the user can run now. Empty parts are left out.
+    """
+
+    kind = "error"
+    exit_status = 1
+
+    def __init__(
+        self, where: str, *, expected: str = "", found: str = "", safe: str = "", next_command: str = ""
+    ) -> None:
+        self.where, self.expected, self.found = where, expected, found
+        self.safe, self.next_command = safe, next_command
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        parts = [
+            (self.kind, self.where),
+            ("expected", self.expected),
+            ("found", self.found),
+            ("safe", self.safe),
+            ("next", self.next_command),
+        ]
+        return "\n".join(f"{name}: {text}" for name, text in parts if text)
+
+    def __reduce__(self):
+        # Keyword-only fields do not survive Exception's default pickling; rank processes send errors home.
+        return _rebuild, (type(self), self.where, self.expected, self.found, self.safe, self.next_command)
+
+
+def _rebuild(cls, where, expected, found, safe, next_command):
+    return cls(where, expected=expected, found=found, safe=safe, next_command=next_command)
+
+
+class ConfigError(OpdError):
+    """A setting, a path or a command line is wrong; nothing was started."""
+
+    kind, exit_status = "config error", 2
+
+
+class FormatError(OpdError):
+    """Bytes are not what their format says: a damaged log, shard, manifest or model file."""
+
+    kind, exit_status = "format error", 3
+
+
+class StoreError(OpdError):
+    """The object store, a disk or a server did not do what was asked."""
+
+    kind, exit_status = "store error", 4
+
+
+class ContractError(OpdError):
+    """Two parts disagree: a fingerprint, a digest, a vocabulary, an owner."""
+
+    kind, exit_status = "contract error", 5
+
+
+class StageError(OpdError):
+    """A stage could not finish; what it finished so far is kept."""
+
+    kind, exit_status = "stage error", 6
+
+
+#: Exit status of a rank that was asked to stop, kept its work and can be resumed (EX_TEMPFAIL of sysexits.h).
+EXIT_PREEMPTED = 75

@@ -1,0 +1,121 @@
+"""Identity and object keys: digests of content, and the one place where a key is spelt.
+
+    runs/RUN/record/000001.json                         numbered run records
+    runs/RUN/lease/...                                  who drives the run
+    runs/RUN/00003/rollout/FINGERPRINT/manifest.json    proof that a stage finished
+    .../p00007/epochs/000002.json                       epoch object: a lease, or the partition manifest
+    .../p00007/heartbeats/000002.json                   counter of the epoch's owner
+    .../p00007/e000002/NAME                             objects written by the owner of that epoch
+
+Digests are made of content, never of keys: epochs and keys are observed, they differ between reruns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from schemas.errors import ConfigError
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def canonical_json(value: Any) -> bytes:
+    """UTF-8 JSON with sorted keys and no spaces; NaN and infinity are refused with ValueError."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
+        "utf-8", "surrogatepass"
+    )
+
+
+def digest(value: Any) -> str:
+    """SHA-256, in hexadecimal, of a JSON value's canonical form."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def digest_bytes(data: bytes | bytearray | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def prompt_id(columns: Mapping[str, Any]) -> str:
+    """Identity of a prompt: 32 hexadecimal digits over all of its columns."""
+    return digest({k: v for k, v in columns.items() if k != "prompt_id"})[:32]
+
+
+def trajectory_id(run_id: str, iteration: int, prompt_id: str, sample_index: int) -> str:
+    """Identity of one sampled sequence: 32 hexadecimal digits."""
+    return digest([run_id, iteration, prompt_id, sample_index])[:32]
+
+
+def sampling_key(seed: int, trajectory_id: str) -> int:
+    """The Philox key of a trajectory: the first 64 bits, big-endian, of SHA-256 over "SEED:TRAJECTORY_ID"."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{trajectory_id}".encode()).digest()[:8], "big")
+
+
+def seeded_order(seed: int, label: str, ids: Sequence[str]) -> list[str]:
+    """A permutation of ids that depends on (seed, label) and the ids alone, not on their order."""
+    return sorted(ids, key=lambda i: (hashlib.sha256(f"{seed}:{label}:{i}".encode()).digest(), i))
+
+
+def check_run_id(run_id: str) -> str:
+    if not _RUN_ID.fullmatch(run_id):
+        raise ConfigError(
+            f"run_id {run_id!r}", expected="1-100 letters, digits, '.', '_' or '-', starting with a letter or digit"
+        )
+    return run_id
+
+
+def run_prefix(run_id: str) -> str:
+    return f"runs/{run_id}"
+
+
+def run_record(run_id: str, number: int) -> str:
+    return f"runs/{run_id}/record/{number:06d}.json"
+
+
+def run_records(run_id: str) -> str:
+    return f"runs/{run_id}/record/"
+
+
+def run_lease(run_id: str) -> str:
+    return f"runs/{run_id}/lease"
+
+
+def stage_prefix(run_id: str, iteration: int, stage: str, fingerprint: str) -> str:
+    return f"runs/{run_id}/{iteration:05d}/{stage}/{fingerprint[:16]}"
+
+
+def stage_manifest(stage_prefix: str) -> str:
+    return f"{stage_prefix}/manifest.json"
+
+
+def partition_prefix(stage_prefix: str, partition: int) -> str:
+    return f"{stage_prefix}/p{partition:05d}"
+
+
+def epochs(owned: str) -> str:
+    """Folder of the epoch objects of anything that is owned through a lease."""
+    return f"{owned}/epochs/"
+
+
+def epoch(owned: str, number: int) -> str:
+    return f"{owned}/epochs/{number:06d}.json"
+
+
+def heartbeat(owned: str, number: int) -> str:
+    return f"{owned}/heartbeats/{number:06d}.json"
+
+
+def owned_object(owned: str, epoch_number: int, name: str) -> str:
+    """Key of an object written by the owner of one epoch."""
+    return f"{owned}/e{epoch_number:06d}/{name}"
+
+
+def wal_segment(owned: str, epoch_number: int, segment: int) -> str:
+    return owned_object(owned, epoch_number, f"wal/{segment:06d}.seg")
+
+
+def table_lease(table: str) -> str:
+    return f"table-leases/{table}"

@@ -1,0 +1,127 @@
+"""Shard bytes: per-token rows in plain safetensors, laid out so that a token range is one byte range.
+
+    u64 little-endian header length | JSON header, padded with spaces | tensors, each [rows, ...], row-major
+
+The header is padded so that the data starts at a multiple of 4096 bytes. A hidden-state shard has one tensor; a
+range of it is one trajectory's, and its table row holds a CRC-32 (zlib) for each block of 256 rows counted from
+the trajectory's first row, since a reader of a range never sees the whole object.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from schemas.errors import FormatError
+
+ALIGN_BYTES = 4096
+BLOCK_ROWS = 256
+
+#: safetensors name -> bytes an element. bf16 and fp8 have no numpy dtype: they travel as unsigned integers.
+ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1}
+_CARRIER = {
+    "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F8_E4M3": np.uint8, "I64": np.int64,
+    "I32": np.int32, "I16": np.int16, "U8": np.uint8, "BOOL": np.bool_,
+}  # fmt: skip
+
+
+class BlobReader(Protocol):
+    """What `ml` needs of a store: bytes of a key, whole or a range. Raises StoreError when it cannot."""
+
+    def get(self, key: str) -> bytes: ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a shard: dtype (safetensors name), shape, and its byte range from the start of the object."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+
+    @property
+    def row_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype] * int(np.prod(self.shape[1:], dtype=np.int64))
+
+
+def encode(tensors: Mapping[str, tuple[str, np.ndarray]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Whole shard. tensors: name -> (dtype name, C-contiguous array of the carrier type, first axis = rows)."""
+    header: dict[str, object] = {}
+    if metadata:
+        header["__metadata__"] = dict(sorted(metadata.items()))
+    chunks: list[bytes] = []
+    offset = 0
+    for name, (dtype, array) in tensors.items():
+        if array.dtype != _CARRIER[dtype]:
+            raise TypeError(f"{name}: {dtype} travels as {_CARRIER[dtype].__name__}, not {array.dtype}")
+        data = np.ascontiguousarray(array).tobytes()
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + len(data)]}
+        chunks.append(data)
+        offset += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    padded = -(8 + len(text)) % ALIGN_BYTES + len(text)
+    return struct.pack("<Q", padded) + text.ljust(padded) + b"".join(chunks)
+
+
+def decode_header(head: bytes, where: str) -> dict[str, TensorSpec]:
+    """Specs of all tensors from an object's first bytes (the header must be whole)."""
+    if len(head) < 8:
+        raise FormatError(where, expected="a safetensors shard", found=f"{len(head)} bytes")
+    (length,) = struct.unpack_from("<Q", head)
+    if length > 100_000_000 or len(head) < 8 + length:
+        raise FormatError(where, expected=f"a header of {length} bytes", found=f"{len(head) - 8} bytes")
+    try:
+        header = json.loads(head[8 : 8 + length])
+        specs = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                spec = TensorSpec(entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
+                if spec.length != ELEMENT_BYTES[spec.dtype] * int(np.prod(spec.shape, dtype=np.int64)):
+                    raise ValueError(f"{name}: shape {spec.shape} does not fill {spec.length} bytes")
+                specs[name] = spec
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"{where}, header", expected="safetensors JSON", found=str(error)) from error
+    return specs
+
+
+def decode(data: bytes, where: str) -> dict[str, np.ndarray]:
+    """All tensors of a whole shard, as read-only views in their carrier types."""
+    out = {}
+    for name, spec in decode_header(data, where).items():
+        if spec.start + spec.length > len(data):
+            raise FormatError(
+                f"{where}, tensor {name}", expected=f"{spec.start + spec.length} bytes", found=f"{len(data)}"
+            )
+        flat = np.frombuffer(
+            data, _CARRIER[spec.dtype], count=int(np.prod(spec.shape, dtype=np.int64)), offset=spec.start
+        )
+        out[name] = flat.reshape(spec.shape)
+    return out
+
+
+def block_crcs(rows: np.ndarray, block_rows: int = BLOCK_ROWS) -> list[int]:
+    """CRC-32 of each block of block_rows rows; the last block may be short."""
+    rows = np.ascontiguousarray(rows)
+    return [zlib.crc32(rows[i : i + block_rows].tobytes()) for i in range(0, len(rows), block_rows)]
+
+
+def check_block_crcs(rows: np.ndarray, crcs: list[int], where: str, block_rows: int = BLOCK_ROWS) -> None:
+    """Raises FormatError naming the first block whose CRC differs."""
+    found = block_crcs(rows, block_rows)
+    if len(found) != len(crcs):
+        raise FormatError(where, expected=f"{len(crcs)} blocks", found=f"{len(found)}")
+    for index, (have, want) in enumerate(zip(found, crcs, strict=True)):
+        if have != want:
+            raise FormatError(f"{where}, block {index} (rows from {index * block_rows})",
+                              expected=f"CRC {want:08x}", found=f"{have:08x}",
+                              safe="every other object", next_command="opd verify RUN")  # fmt: skip
