@@ -153,7 +153,7 @@ class RunConfig(Section):
 
     run_id: str
     seed: int = 0
-    iterations: int = Field(1, gt=0)
+    iterations: int = operational(1, gt=0)
     data: str = operational("data")
     student: Student
     teachers: tuple[Teacher, ...] = Field(min_length=1)

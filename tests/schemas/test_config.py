@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from schemas import config
+from schemas.errors import ConfigError, OpdError
+
+MINIMAL = {
+    "run_id": "night-1",
+    "student": {"path": "s"},
+    "teachers": [{"id": "b", "path": "x"}, {"id": "a", "path": "y", "weight": 2.0}],
+    "prompts": {"datasets": [{"name": "chain_sum", "size": 50, "teachers": ["a"]}]},
+}
+
+
+def with_change(path: str, value):
+    values = copy.deepcopy(MINIMAL)
+    *sections, key = path.split(".")
+    node = values
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[key] = value
+    return values
+
+
+def test_defaults_and_derived_values():
+    run = config.parse(MINIMAL)
+    assert run.teacher_ids == ("a", "b")
+    assert run.teacher(0).weight == 2.0
+    assert run.prompts.datasets[0].domain == "chain_sum"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("train.learning_rte", 1.0, "did you mean 'learning_rate'"),
+        ("rollot", {}, "did you mean 'rollout'"),
+        ("student.precison", "bf16", "did you mean 'precision'"),
+        ("train.learning_rate", "fast", "train.learning_rate"),
+        ("train.learning_rate", -1.0, "greater than 0"),
+        ("rollout.top_p", 1.5, "less than or equal to 1"),
+        ("run_id", "../x", "run_id"),
+        ("run_id", "", "run_id"),
+        ("teachers", [], "teachers"),
+        ("teachers", [{"id": "a", "path": "x"}, {"id": "a", "path": "y"}], "each id once"),
+        ("student", {}, "student.path"),
+        ("prompts", {"datasets": [{"name": "g", "size": 1, "teachers": ["aa"]}]}, "did you mean 'a'"),
+        ("prompts", {"datasets": [{"name": "g", "size": 1, "teachers": []}]}, "teachers"),
+        ("train.learning_rate", float("nan"), "finite"),
+    ],
+)
+def test_bad_settings_are_named(path, value, message):
+    with pytest.raises(ConfigError) as caught:
+        config.parse(with_change(path, value))
+    assert message in str(caught.value)
+
+
+def test_operational_settings_do_not_change_content():
+    run = config.parse(MINIMAL)
+    other = config.parse(with_change("rollout.workers", 7) | {"data": "elsewhere", "iterations": 9})
+    assert run.content() == other.content()
+    assert run.content() != config.parse(with_change("rollout.temperature", 0.5)).content()
+
+
+def test_load_reads_toml_with_a_bom_and_overrides(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(
+        b'\xef\xbb\xbfrun_id = "r"\r\n[student]\r\npath="s"\r\n[[teachers]]\r\nid="a"\r\npath="x"\r\n'
+        b'[[prompts.datasets]]\r\nname="chain_sum"\r\nsize=9\r\nteachers=["a"]\r\n'
+    )
+    run = config.load(path, ["train.learning_rate=1e-4", "run_id=tonight", "rollout.top_k=5"])
+    assert (run.run_id, run.train.learning_rate, run.rollout.top_k) == ("tonight", 1e-4, 5)
+
+
+@pytest.mark.parametrize("setting", ["train.learning_rate", "=3", "run_id.x=3"])
+def test_a_bad_override_says_its_form(tmp_path, setting):
+    path = tmp_path / "run.toml"
+    path.write_text('run_id = "r"\n')
+    with pytest.raises(ConfigError, match="--set"):
+        config.load(path, [setting])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"), [(None, "no such file"), (b"run_id = ", "TOML"), (b"\xff\xfe", "UTF-8"), (b"a=1\nb=2\n", "")]
+)
+def test_bad_files_are_named(tmp_path, data, message):
+    path = tmp_path / "run.toml"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_errors_survive_pickling():
+    error = ConfigError("here", expected="a", found="b", safe="all", next_command="opd run")
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, OpdError)
+    assert (str(again), again.exit_status) == (str(error), 2)
+
+
+def test_the_list_of_settings_changes_only_on_purpose():
+    names = []
+
+    def walk(model, prefix):
+        for name, field in model.model_fields.items():
+            arguments = getattr(field.annotation, "__args__", ())
+            nested = [
+                a for a in (field.annotation, *arguments) if isinstance(a, type) and issubclass(a, config.Section)
+            ]
+            if nested:
+                walk(nested[0], f"{prefix}{name}.")
+            else:
+                names.append(prefix + name)
+
+    walk(config.RunConfig, "")
+    from pathlib import Path
+
+    frozen = (Path(__file__).parents[1] / "golden" / "settings.txt").read_text().split()
+    assert sorted(names) == frozen
