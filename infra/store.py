@@ -1,0 +1,257 @@
+"""The object store: whole objects under slash-separated keys, in a local folder or in an S3 bucket.
+
+Invariant, on both: a key shows either nothing or one whole object, across crashes and racing writers; of any
+number of `put_if_absent` calls for one key, exactly one returns True; what a call reported as written is
+durable and seen by every later `get`, `list` and `head`. Fencing (`infra.leases`) rests on these three.
+
+    LocalStore   ROOT/KEY is the object; ROOT/.tmp/ holds what is being written and is never listed
+    S3Store      s3://BUCKET/PREFIX/KEY (infra.store_s3)
+
+Every method raises StoreError for a cause outside this code, ConfigError for a key that is not well formed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from schemas.errors import ConfigError, StoreError
+
+_TMP = ".tmp"
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """size_bytes of an object, and its SHA-256 in hexadecimal where the store keeps one."""
+
+    size_bytes: int
+    digest: str | None
+
+
+class ObjectStore(Protocol):
+    """What the rest of the project may ask of a store. Thread-safe; a child process opens its own."""
+
+    root: str
+
+    def get(self, key: str) -> bytes:
+        """The whole object; a missing key is a StoreError."""
+        ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Exactly `length` bytes from `start`; a range that passes the object's end is a StoreError."""
+        ...
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        """Write or replace the object: readers see the old one or the new one, never a mixture."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> bool:
+        """Create the object; False, with nothing changed, if the key already has one."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """All keys that start with `prefix` (any string, not only a folder), sorted; `""` lists everything."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """None for a missing key."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object; a missing key is no error."""
+        ...
+
+
+def open_store(root: str) -> ObjectStore:
+    """The store at `root`: a local folder, or `s3://BUCKET/PREFIX`.
+
+    For S3, endpoint, region, credentials and checksum settings come from the standard AWS_* environment.
+    Nothing is touched yet: a wrong bucket or key shows at the first call, as a StoreError.
+    """
+    scheme, separator, rest = root.partition("://")
+    if root and not separator:
+        return LocalStore(Path(root))
+    bucket, _, prefix = rest.partition("/")
+    if scheme != "s3" or not bucket:
+        raise ConfigError("root of the object store", expected="a folder or s3://BUCKET/PREFIX", found=repr(root))
+    from infra.store_s3 import S3Store  # boto3 costs a third of a second, which local runs need not pay
+
+    return S3Store(bucket, prefix.strip("/"))
+
+
+def check_key(key: str) -> str:
+    """The key itself, if it is relative, without empty, '.' or '..' parts and writable on both kinds of store."""
+    parts = key.split("/")
+    if (
+        any(part in ("", ".", "..") for part in parts)
+        or parts[0] == _TMP
+        or any(ord(c) < 32 or c == "\\" or 0xD800 <= ord(c) < 0xE000 for c in key)
+        or len(key.encode("utf-8", "replace")) > 900
+        or any(len(part.encode("utf-8", "replace")) > 255 for part in parts)
+    ):
+        raise ConfigError(f"object key {key!r}", expected="names joined by '/', none empty, '.' or '..'")
+    return key
+
+
+class LocalStore:
+    """Objects as files of one folder, for one machine or a file system that has atomic rename and hard links."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+        self._root = Path(root).absolute()
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+        with self._explained(key):
+            return path.read_bytes()
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        path = self._path(key)
+        with self._explained(key), open(path, "rb", buffering=0) as file:
+            data = _pread_all(file.fileno(), start, length)
+            size = os.fstat(file.fileno()).st_size
+        if len(data) != length:
+            raise StoreError(
+                f"{self._where(key)}, bytes {start} to {start + length}",
+                expected=f"an object of at least {start + length} bytes",
+                found=f"{size} bytes",
+            )
+        return data
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        path = self._path(key)
+        with self._explained(key), self._written(data) as tmp:
+            self._make_folder(path.parent)
+            os.replace(tmp, path)
+            _fsync_folder(path.parent)
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> bool:
+        path = self._path(key)
+        with self._explained(key):
+            if path.is_file():
+                won = False
+            else:
+                with self._written(data) as tmp:
+                    self._make_folder(path.parent)
+                    try:
+                        os.link(tmp, path)  # the one call that is atomic, exclusive and shows a whole file
+                        won = True
+                    except FileExistsError:
+                        if path.is_dir():
+                            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path)) from None
+                        won = False
+            # The loser syncs as well: it must not act on a name that the winner's crash could still take back.
+            _fsync_folder(path.parent)
+        return won
+
+    def list(self, prefix: str) -> list[str]:
+        folder = prefix.rpartition("/")[0]
+        start = self._root / check_key(folder) if folder else self._root
+        keys: list[str] = []
+        with self._explained(prefix):
+            for parent, folders, names in os.walk(start, onerror=_raise_unless_missing):
+                relative = os.path.relpath(parent, self._root)
+                if relative == ".":
+                    folders[:] = [name for name in folders if name != _TMP]
+                base = "" if relative == "." else relative.replace(os.sep, "/") + "/"
+                keys.extend(base + name for name in names if (base + name).startswith(prefix))
+        return sorted(keys)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        path = self._path(key)
+        with self._explained(key):
+            try:
+                return ObjectInfo(path.stat().st_size, None) if path.is_file() else None
+            except FileNotFoundError:
+                return None
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        # Folders stay: removing one would race with a writer that has just made it.
+        with self._explained(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
+            _fsync_folder(path.parent)
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _where(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make `folder` and its parents, each durable in its own parent before anything is put in it."""
+        missing = []
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            _fsync_folder(folder.parent)
+
+    @contextlib.contextmanager
+    def _written(self, data: bytes | bytearray | memoryview) -> Iterator[Path]:
+        """A file outside every listing that durably holds `data`; gone when the block ends, however it ends."""
+        folder = self._root / _TMP
+        self._make_folder(folder)
+        tmp = folder / f"{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            with open(tmp, "xb", buffering=0) as file:
+                rest = memoryview(data).cast("B")
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+            yield tmp
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                tmp.unlink()
+
+    @contextlib.contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _explain(error, self._where(key)) from error
+
+
+def _explain(error: OSError, where: str) -> StoreError:
+    safe = "every object written so far; this one is as it was before"
+    if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR):
+        return StoreError(where, expected="an object", found=f"none ({os.strerror(error.errno)})",
+                          safe="every other object", next_command="opd verify RUN")  # fmt: skip
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StoreError(where, expected="room for the object", found=f"{error.strerror}", safe=safe,
+                          next_command="free space there (df -h), then the same command again")  # fmt: skip
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StoreError(where, expected="a folder that this user may read and write, on a file system with hard "
+                          "links", found=f"{error.strerror}", safe=safe, next_command="opd doctor")  # fmt: skip
+    return StoreError(where, expected="the file system to do as asked", found=str(error), safe=safe,
+                      next_command="opd doctor")  # fmt: skip
+
+
+def _pread_all(fd: int, start: int, length: int) -> bytes:
+    if start < 0 or length < 0:
+        raise ValueError(f"range of {length} bytes from {start}")
+    pieces = []
+    while length and (piece := os.pread(fd, length, start)):
+        pieces.append(piece)
+        start, length = start + len(piece), length - len(piece)
+    return b"".join(pieces)
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+        raise error
