@@ -1,0 +1,77 @@
+"""linear_kl in plain torch, fp32 throughout: the CPU path, and the yardstick of the kernel.
+
+Legend: N packed tokens, A active tokens (weight not 0), C tokens of a chunk, D student width, E teacher width,
+V vocabulary.
+Invariant: masked rows are dropped before anything is computed from them; a chunk holds at most `chunk_bytes` of
+logits and what is made of them, or one row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Rows of a bf16 head that are widened to fp32 at a time; the head is never whole in fp32.
+_HEAD_ROWS = 8192
+# fp32 values alive for each logit: both logits, both probabilities, their difference and one temporary.
+_BYTES_PER_LOGIT = 24
+
+
+def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
+    """kl_N fp32, and the gradients of sum(weight_N * kl_N): in h_ND's dtype and in fp32 (None if not wanted)."""
+    V, device = plan.vocab_size, h_ND.device
+    kl_N = torch.zeros(h_ND.shape[0], dtype=torch.float32, device=device)
+    grad_h_ND = torch.zeros_like(h_ND) if plan.want_h else None
+    grad_w_VD = torch.zeros_like(w_VD, dtype=torch.float32) if plan.want_w else None
+    w_values_VD, u_values_VE = w_VD[:V].to(h_ND.dtype), u_VE[:V].to(t_NE.dtype)
+    active_A = weight_N.nonzero().squeeze(1)
+    for rows_C in active_A.split(max(1, plan.chunk_bytes // (_BYTES_PER_LOGIT * V))):
+        h_CD = h_ND[rows_C].float()
+        student_CV = _logits(h_CD, w_values_VD).div_(plan.temperature)
+        teacher_CV = _logits(t_NE[rows_C].float(), u_values_VE).div_(plan.temperature)
+        kl_C, slope_CV = _kl(student_CV, teacher_CV, plan.divergence)
+        kl_N[rows_C] = kl_C
+        slope_CV.mul_((weight_N[rows_C] / plan.temperature).unsqueeze(1))
+        if grad_h_ND is not None:
+            grad_h_CD = torch.zeros_like(h_CD)
+            for part in _parts(V):
+                grad_h_CD.addmm_(slope_CV[:, part], w_values_VD[part].float())
+            grad_h_ND[rows_C] = grad_h_CD.to(h_ND.dtype)
+        if grad_w_VD is not None:
+            grad_w_VD[:V].addmm_(slope_CV.t(), h_CD)
+    return kl_N, grad_h_ND, grad_w_VD
+
+
+def scale(gradient, factor):
+    """Multiply in place by a scalar tensor."""
+    gradient.mul_(factor)
+
+
+def _parts(num_rows):
+    return [slice(first, min(first + _HEAD_ROWS, num_rows)) for first in range(0, num_rows, _HEAD_ROWS)]
+
+
+def _logits(h_CD, w_VD):
+    logits_CV = torch.empty(h_CD.shape[0], w_VD.shape[0], dtype=torch.float32, device=h_CD.device)
+    for part in _parts(w_VD.shape[0]):
+        torch.mm(h_CD, w_VD[part].float().t(), out=logits_CV[:, part])
+    return logits_CV
+
+
+def _kl(student_CV, teacher_CV, divergence):
+    """(kl_C, derivative of kl_C by the student's logits). Overwrites both logits.
+
+    Each side is shifted by its own maximum, and the normalisers enter as the logarithm of their ratio: for nearly
+    equal sides that ratio is nearly 1 and the cancellation of two large log-sum-exps never happens.
+    """
+    student_CV -= student_CV.amax(1, keepdim=True)
+    teacher_CV -= teacher_CV.amax(1, keepdim=True)
+    q_CV, p_CV = student_CV.exp(), teacher_CV.exp()
+    student_sum_C1, teacher_sum_C1 = q_CV.sum(1, keepdim=True), p_CV.sum(1, keepdim=True)
+    log_ratio_C1 = torch.log1p((teacher_sum_C1 - student_sum_C1) / student_sum_C1)
+    log_odds_CV = student_CV.sub_(teacher_CV).add_(log_ratio_C1)  # log q - log p
+    q_CV /= student_sum_C1
+    p_CV /= teacher_sum_C1
+    if divergence == "reverse":
+        kl_C = (q_CV * log_odds_CV).sum(1)
+        return kl_C, log_odds_CV.sub_(kl_C.unsqueeze(1)).mul_(q_CV)
+    return -(p_CV * log_odds_CV).sum(1), q_CV.sub_(p_CV)
