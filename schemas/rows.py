@@ -24,6 +24,7 @@ class Column:
     type: str
     note: str
     observed: bool = False
+    nullable: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ PROMPTS = _table(
     Column("domain", "string", "the user's grouping"),
     Column("teachers", "array<struct<teacher_id:string,weight:double>>", "who teaches it; weights are not normalised"),
     Column("messages", "string", "JSON list of {role, content}"),
-    Column("answer", "string", "what the verifier compares with; null when there is none"),
-    Column("verifier", "string", "shipped name or package.module:function; null when there is none"),
+    Column("answer", "string", "what the verifier compares with; null when there is none", nullable=True),
+    Column("verifier", "string", "shipped name or package.module:function; null when there is none", nullable=True),
     Column("context", "string", "JSON object for teacher templates and verifiers"),
 )  # fmt: skip
 
@@ -75,7 +76,7 @@ TRAJECTORIES = _table(
     Column("prompt_tokens", "int", ""),
     Column("response_tokens", "int", "everything after the prompt: sampled tokens, stop token, observations"),
     Column("sampled_tokens", "int", "response tokens that the student sampled"),
-    Column("reward", "double", "verifier's value; null without one"),
+    Column("reward", "double", "verifier's value; null without one", nullable=True),
     Column("student_version", "string", "digest of the student that sampled it"),
     Column("partition", "int", "unit of work of the rollout stage"),
     Column("first_prompt_row", "bigint", "row of its first prompt token in the shard's prompt_ids"),
@@ -137,7 +138,7 @@ METRICS = _table(
     Column("stage", "string", ""),
     Column("step", "int", ""),
     Column("name", "string", ""),
-    Column("teacher_index", "int", "null when the value is over all teachers"),
+    Column("teacher_index", "int", "null when the value is over all teachers", nullable=True),
     Column("value", "double", ""),
 )  # fmt: skip
 
@@ -152,7 +153,7 @@ STAGE_RUNS = _table(
     Column("rows", "bigint", ""),
     Column("bytes", "bigint", ""),
     Column("seconds", "double", "", observed=True),
-    Column("error", "string", "", observed=True),
+    Column("error", "string", "null when there is none", observed=True, nullable=True),
 )  # fmt: skip
 
 TABLES: dict[str, Table] = {
