@@ -1,0 +1,381 @@
+"""The one transformer: Llama, Qwen2 and Qwen3 (dense), for student, teachers and rollout.
+
+Parameters carry Hugging Face names, so state dicts map one to one. The caller gives the attention strategy: packed
+sequences in training and teaching (`PackedCausal`), a paged cache in rollout. Residual stream and products are in
+`compute`; norms, rotary angles and activations are computed in fp32 and rounded once. Without gradients, everything
+but the strategy gives a row the same bits whatever else is in the batch.
+
+Letters: N packed tokens, D student width, I feed-forward width, V vocabulary rows, H heads, G kv heads, C head
+channels, M positions, S sequences, T tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ml.linear import Linear, Precision, dense_precision, row_invariant_logits, weight_values
+from schemas.errors import ConfigError, ContractError
+
+#: attend(layer_index, q_NHC, k_NGC, v_NGC) -> o_NHC; q and k are rotated, all in the model's compute dtype.
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: base, and the scaling kinds "default", "linear" and "llama3" of Hugging Face configs."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+
+    def inverse_frequencies(self, num_channels: int) -> torch.Tensor:
+        """fp32 [C/2], radians a position."""
+        exponents = torch.arange(0, num_channels, 2, dtype=torch.int64).float() / num_channels
+        plain = 1.0 / (self.theta**exponents)
+        if self.kind == "linear":
+            return plain / self.factor
+        if self.kind != "llama3":
+            return plain
+        # Long waves are slowed by `factor`, short ones kept, those between blended by how often they turn around
+        # within the original context.
+        turns = self.original_max_positions * plain / (2 * math.pi)
+        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        share = share.clamp(0.0, 1.0)
+        return plain * share + plain / self.factor * (1 - share)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a model. vocab_rows counts rows of the embedding, which may exceed the tokenizer's size."""
+
+    architecture: str
+    vocab_rows: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_channels: int
+    feed_forward: int
+    rope: Rope
+    norm_epsilon: float
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    feed_forward_bias: bool
+    qk_norm: bool
+    max_positions: int
+
+    @classmethod
+    def from_hf(cls, config_json: Mapping[str, Any], where: str) -> ModelConfig:
+        """From the contents of a Hugging Face config.json. Raises ConfigError naming what is not supported."""
+        kind = config_json.get("model_type")
+        if kind not in ARCHITECTURES:
+            raise ConfigError(f"{where}, model_type", expected=f"one of {sorted(ARCHITECTURES)}", found=repr(kind))
+        _refuse_unsupported(config_json, where)
+        width, heads = _count(config_json, "hidden_size", where), _count(config_json, "num_attention_heads", where)
+        kv_heads = _count(config_json, "num_key_value_heads", where, heads)
+        # Qwen3's own default is 128 channels whatever the width.
+        head_channels = _count(config_json, "head_dim", where, 128 if kind == "qwen3" else width // heads)
+        if heads % kv_heads:
+            raise ConfigError(
+                f"{where}, num_key_value_heads", expected=f"a divisor of {heads} heads", found=str(kv_heads)
+            )
+        if head_channels % 2:
+            raise ConfigError(f"{where}, head_dim", expected="an even number", found=str(head_channels))
+        max_positions = _count(config_json, "max_position_embeddings", where)
+        bias = bool(config_json.get("attention_bias", False))
+        return cls(
+            architecture=kind,
+            vocab_rows=_count(config_json, "vocab_size", where),
+            width=width,
+            layers=_count(config_json, "num_hidden_layers", where),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_channels=head_channels,
+            feed_forward=_count(config_json, "intermediate_size", where),
+            rope=_read_rope(config_json, where, max_positions),
+            norm_epsilon=_number(config_json.get("rms_norm_eps", 1e-6), f"{where}, rms_norm_eps"),
+            tied=bool(config_json.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or bias,
+            output_bias=kind != "qwen2" and bias,
+            feed_forward_bias=bool(config_json.get("mlp_bias", False)) and kind == "llama",
+            qk_norm=kind == "qwen3",
+            max_positions=max_positions,
+        )
+
+
+def _refuse_unsupported(config_json: Mapping[str, Any], where: str) -> None:
+    layer_types = config_json.get("layer_types") or []
+    odd = next((t for t in layer_types if t != "full_attention"), None)
+    if odd is not None:
+        raise ConfigError(f"{where}, layer_types", expected="full_attention in every layer", found=repr(odd))
+    window = config_json.get("sliding_window")
+    if config_json.get("use_sliding_window", "use_sliding_window" not in config_json) and window is not None:
+        raise ConfigError(f"{where}, sliding_window", expected="full attention", found=f"a window of {window}")
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if config_json.get(name):
+            raise ConfigError(f"{where}, {name}", expected="a dense model", found=f"{config_json[name]} experts")
+    for name in (
+        "final_logit_softcapping",
+        "attn_logit_softcapping",
+        "logit_scale",
+        "lm_head_bias",
+        "partial_rotary_factor",
+    ):
+        if config_json.get(name) not in (None, False, 0, 1, 1.0):
+            raise ConfigError(f"{where}, {name}", expected="absent", found=repr(config_json[name]))
+    activation = config_json.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ConfigError(f"{where}, hidden_act", expected="silu", found=repr(activation))
+    if "quantization_config" in config_json:
+        raise ConfigError(f"{where}, quantization_config", expected="fp32 or bf16 weights", found="quantised weights")
+
+
+def _read_rope(config_json: Mapping[str, Any], where: str, max_positions: int) -> Rope:
+    # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
+    values = dict(config_json.get("rope_parameters") or config_json.get("rope_scaling") or {})
+    where = f"{where}, rope"
+    theta = _number(values.get("rope_theta", config_json.get("rope_theta", 10000.0)), f"{where}, rope_theta")
+    kind = values.get("rope_type", values.get("type", "default"))
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{where}, partial_rotary_factor", expected="1", found=repr(values["partial_rotary_factor"]))
+    if kind == "default":
+        return Rope(theta)
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(f"{where}, rope_type", expected="default, linear or llama3", found=repr(kind))
+    factor = _number(values.get("factor"), f"{where}, factor")
+    if kind == "linear":
+        return Rope(theta, "linear", factor)
+    low = _number(values.get("low_freq_factor"), f"{where}, low_freq_factor")
+    high = _number(values.get("high_freq_factor"), f"{where}, high_freq_factor")
+    if high <= low:
+        raise ConfigError(f"{where}, high_freq_factor", expected=f"more than low_freq_factor {low}", found=str(high))
+    original = values.get("original_max_position_embeddings", max_positions)
+    return Rope(
+        theta, "llama3", factor, low, high, int(_number(original, f"{where}, original_max_position_embeddings"))
+    )
+
+
+def _count(values: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
+    value = values.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"{where}, {name}", expected="a positive whole number", found=repr(value))
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(where, expected="a positive number", found=repr(value))
+    return float(value)
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, in fp32, rounded once to x's dtype."""
+
+    def __init__(self, width: int, epsilon: float, precision: Precision, **placement: Any) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.precision: Precision = dense_precision(precision)
+        self.weight = nn.Parameter(torch.empty(width, **placement))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.float()
+        # 1 / sqrt: both are exact in IEEE arithmetic, so that vector and scalar code agree.
+        scale = 1.0 / torch.sqrt(x32.square().mean(-1, keepdim=True) + self.epsilon)
+        return (x32 * scale * weight_values(self.weight, self.precision).float()).to(x.dtype)
+
+
+def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, in fp32, rounded once to gate's dtype."""
+    gate32 = gate.float()
+    if torch.is_grad_enabled():
+        return (F.silu(gate32) * up).to(gate.dtype)
+    # F.silu ends each thread's share with scalar code whose exp differs in the last bit: a row's bits would depend
+    # on where it lies in the batch. torch.exp has one code for all elements.
+    return (gate32 / torch.exp(-gate32).add_(1.0) * up).to(gate.dtype)
+
+
+def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in the halves layout: channel c pairs with c + C/2. fp32 angles; result in x's dtype."""
+    low, high = x_NHC.float().chunk(2, dim=-1)
+    return torch.cat((low * cos_N1C - high * sin_N1C, high * cos_N1C + low * sin_N1C), dim=-1).to(x_NHC.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, precision: Precision, compute: torch.dtype, **placement: Any) -> None:
+        super().__init__()
+        self.config = config
+        common = {"precision": precision, "compute": compute, **placement}
+        queries, keys = config.heads * config.head_channels, config.kv_heads * config.head_channels
+        self.q_proj = Linear(config.width, queries, bias=config.qkv_bias, **common)
+        self.k_proj = Linear(config.width, keys, bias=config.qkv_bias, **common)
+        self.v_proj = Linear(config.width, keys, bias=config.qkv_bias, **common)
+        self.o_proj = Linear(queries, config.width, bias=config.output_bias, **common)
+        if config.qk_norm:
+            self.q_norm = RmsNorm(config.head_channels, config.norm_epsilon, precision, **placement)
+            self.k_norm = RmsNorm(config.head_channels, config.norm_epsilon, precision, **placement)
+
+    def forward(self, x_ND, cos_N1C, sin_N1C, attend: Attend, layer_index: int) -> torch.Tensor:
+        channels = self.config.head_channels
+        q_NHC = self.q_proj(x_ND).unflatten(-1, (-1, channels))
+        k_NGC = self.k_proj(x_ND).unflatten(-1, (-1, channels))
+        v_NGC = self.v_proj(x_ND).unflatten(-1, (-1, channels))
+        if self.config.qk_norm:
+            q_NHC, k_NGC = self.q_norm(q_NHC), self.k_norm(k_NGC)
+        q_NHC, k_NGC = rotate(q_NHC, cos_N1C, sin_N1C), rotate(k_NGC, cos_N1C, sin_N1C)
+        return self.o_proj(attend(layer_index, q_NHC, k_NGC, v_NGC).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig, precision: Precision, compute: torch.dtype, **placement: Any) -> None:
+        super().__init__()
+        common = {"bias": config.feed_forward_bias, "precision": precision, "compute": compute, **placement}
+        self.gate_proj = Linear(config.width, config.feed_forward, **common)
+        self.up_proj = Linear(config.width, config.feed_forward, **common)
+        self.down_proj = Linear(config.feed_forward, config.width, **common)
+
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_gate(self.gate_proj(x_ND), self.up_proj(x_ND)))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig, precision: Precision, compute: torch.dtype, **placement: Any) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config.width, config.norm_epsilon, precision, **placement)
+        self.self_attn = Attention(config, precision, compute, **placement)
+        self.post_attention_layernorm = RmsNorm(config.width, config.norm_epsilon, precision, **placement)
+        self.mlp = FeedForward(config, precision, compute, **placement)
+
+    def forward(self, h_ND, cos_N1C, sin_N1C, attend: Attend, layer_index: int) -> torch.Tensor:
+        h_ND = h_ND + self.self_attn(self.input_layernorm(h_ND), cos_N1C, sin_N1C, attend, layer_index)
+        return h_ND + self.mlp(self.post_attention_layernorm(h_ND))
+
+
+class Embedding(nn.Module):
+    """Rows of weight [V, D] on the dense grid."""
+
+    def __init__(self, num_rows: int, width: int, precision: Precision, **placement: Any) -> None:
+        super().__init__()
+        self.precision: Precision = dense_precision(precision)
+        self.weight = nn.Parameter(torch.empty(num_rows, width, **placement))
+
+    def forward(self, ids_N: torch.Tensor) -> torch.Tensor:
+        return weight_values(F.embedding(ids_N, self.weight), self.precision)
+
+
+class Decoder(nn.Module):
+    """What Hugging Face keeps under "model.": embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, compute: torch.dtype, **placement: Any) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_rows, config.width, precision, **placement)
+        self.layers = nn.ModuleList(Layer(config, precision, compute, **placement) for _ in range(config.layers))
+        self.norm = RmsNorm(config.width, config.norm_epsilon, precision, **placement)
+
+
+class Head(nn.Module):
+    """Holder of an untied unembedding matrix, weight [V, D]."""
+
+    def __init__(self, num_rows: int, width: int, **placement: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, width, **placement))
+
+
+class Transformer(nn.Module):
+    """precision: grid of the linear weights' values; compute: dtype of activations; dtype: of the parameters.
+
+    checkpoint_layers (attribute): in training, keep only each layer's input and recompute the rest in backward.
+    """
+
+    cos_MC: torch.Tensor
+    sin_MC: torch.Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        precision: Precision,
+        compute: torch.dtype,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.compute = config, compute
+        self.precision: Precision = precision
+        self.checkpoint_layers = False
+        self.model = Decoder(config, precision, compute, dtype=dtype, device=device)
+        if not config.tied:
+            self.lm_head = Head(config.vocab_rows, config.width, dtype=dtype, device=device)
+        cos_MC, sin_MC = _rope_tables(config)
+        self.register_buffer("cos_MC", cos_MC.to(device), persistent=False)
+        self.register_buffer("sin_MC", sin_MC.to(device), persistent=False)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """[V, D]: the embedding's own parameter when tied."""
+        return self.model.embed_tokens.weight if self.config.tied else self.lm_head.weight
+
+    def forward(self, ids_N: torch.Tensor, positions_N: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """States after the final norm, [N, D] in compute. ids and positions: integers, position 0 starts a sequence.
+
+        Raises IndexError for an id or position out of range (on the CPU).
+        """
+        h_ND = self.model.embed_tokens(ids_N).to(self.compute)
+        cos_N1C, sin_N1C = self.cos_MC[positions_N].unsqueeze(1), self.sin_MC[positions_N].unsqueeze(1)
+        for index, layer in enumerate(self.model.layers):
+            if self.checkpoint_layers and torch.is_grad_enabled():
+                h_ND = checkpoint(layer, h_ND, cos_N1C, sin_N1C, attend, index, use_reentrant=False)
+            else:
+                h_ND = layer(h_ND, cos_N1C, sin_N1C, attend, index)
+        return self.model.norm(h_ND)
+
+    @torch.no_grad()
+    def logits(self, h_ND: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
+        """fp32 logits [N, vocab_size] of final states (default: every row of the head), row-invariant, no gradient."""
+        w_VD = self.head_weight[: vocab_size or self.config.vocab_rows]
+        return row_invariant_logits(h_ND, weight_values(w_VD, dense_precision(self.precision)))
+
+
+def _rope_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    # The whole table at once and always on the CPU, so that an entry depends on the config alone.
+    positions_M = torch.arange(config.max_positions, dtype=torch.float32)
+    angles_MC = positions_M[:, None] * config.rope.inverse_frequencies(config.head_channels)
+    return angles_MC.cos(), angles_MC.sin()
+
+
+class PackedCausal:
+    """Attention strategy for packed whole sequences: causal inside each, nothing across, differentiable.
+
+    cu_tokens: S+1 ascending token offsets, from 0 to N. A sequence is one call of its own, so its result depends on
+    nothing else in the pack, and no [N, N] mask exists.
+    """
+
+    def __init__(self, cu_tokens: list[int]) -> None:
+        if len(cu_tokens) < 2 or cu_tokens[0] != 0 or any(b <= a for a, b in pairwise(cu_tokens)):
+            raise ContractError("cu_tokens", expected="ascending offsets from 0", found=str(cu_tokens)[:200])
+        self.cu_tokens = cu_tokens
+
+    def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC) -> torch.Tensor:
+        group = q_NHC.shape[1] // k_NGC.shape[1]
+        k_NHC, v_NHC = k_NGC.repeat_interleave(group, 1), v_NGC.repeat_interleave(group, 1)
+        parts = []
+        for first, end in pairwise(self.cu_tokens):
+            q_HTC, k_HTC, v_HTC = (x[first:end].transpose(0, 1) for x in (q_NHC, k_NHC, v_NHC))
+            o_1HTC = F.scaled_dot_product_attention(q_HTC[None], k_HTC[None], v_HTC[None], is_causal=True)
+            parts.append(o_1HTC[0].transpose(0, 1))
+        return torch.cat(parts)
