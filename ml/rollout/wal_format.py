@@ -1,0 +1,419 @@
+"""Bytes of the token log: segment header, frames, record payloads, and the rule that tells torn from damaged.
+
+    segment: 512-byte header | frame | frame | ... | seal frame
+    frame:   u32 length | u32 CRC-32 | u8 type | u32 place | u64 sequence | payload
+
+All integers are little-endian. `place` counts a record inside its group, the records of one commit. A group is
+written only after the one before it is durable, so whatever a power cut leaves of the last group is a torn tail,
+while damage that a later group follows was durable once and is refused.
+Invariant: what `scan_segment` yields is an exact prefix of what was appended, or FormatError is raised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from schemas.errors import ContractError, FormatError
+
+MAGIC = b"OPDTLOG\n"
+VERSION = 1
+HEADER_BYTES = 512
+MAX_PAYLOAD_BYTES = 16 << 20
+
+ADMIT, STEP, OBSERVATION, INTENT, SPILL, FINISH, SEAL = range(1, 8)
+_TYPES = frozenset(range(ADMIT, SEAL + 1))
+
+_HEADER = struct.Struct("<8s6IQ8s32sH126sH126s")
+_FRAME = struct.Struct("<IIBIQ")
+FRAME_BYTES = _FRAME.size
+_ADMIT = struct.Struct("<II32sIIIH")
+_TWO = struct.Struct("<II")
+_THREE = struct.Struct("<III")
+_SPILL = struct.Struct("<IIQ32sH")
+_FINISH = struct.Struct("<IIH")
+_SEAL = struct.Struct("<Q32s")
+
+#: (trajectory number, index of the first token in the response, token ids, raw and sampled log-probabilities)
+Numbers = Sequence[int] | Sequence[float] | np.ndarray
+StepEntry = tuple[int, int, Numbers, Numbers, Numbers]
+
+
+@dataclass(frozen=True)
+class LogHeader:
+    """Whose log it is; the same in each of its segments."""
+
+    run_id: str
+    iteration: int
+    partition: int
+    epoch: int
+    student_digest: str
+
+
+@dataclass(frozen=True)
+class SegmentHeader:
+    log: LogHeader
+    segment: int
+    first_sequence: int
+    salt: bytes
+    previous_digest: bytes
+
+
+@dataclass(frozen=True)
+class Admit:
+    """A trajectory enters the log; the counts are those of its life before this log."""
+
+    number: int
+    trajectory_id: str
+    prompt_digest: bytes
+    prompt_tokens: int
+    num_preemptions: int = 0
+    num_kv_restores: int = 0
+    num_prefill_rebuilds: int = 0
+
+
+@dataclass(frozen=True)
+class Spill:
+    """KV of the first `positions` tokens of the sequence (prompt included), whole, in one object."""
+
+    positions: int
+    size_bytes: int
+    digest: bytes
+    key: str
+
+
+@dataclass(frozen=True)
+class Intent:
+    """An action on the environment that is about to happen; first_token_index: response tokens before it."""
+
+    first_token_index: int
+    action: bytes
+
+
+@dataclass(frozen=True)
+class Record:
+    type: int
+    sequence: int
+    payload: memoryview
+    where: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One scanned segment. torn_bytes: length of the dropped tail; a segment of which nothing holds has no header."""
+
+    name: str
+    header: SegmentHeader | None
+    records: list[Record]
+    sealed: bool
+    torn_bytes: int
+    digest: bytes
+
+
+# --- writing
+
+
+def _text(value: str, what: str, limit: int) -> bytes:
+    data = value.encode()
+    if len(data) > limit:
+        raise ContractError(f"token log, {what}", expected=f"at most {limit} bytes", found=f"{len(data)} bytes")
+    return data
+
+
+def encode_header(header: SegmentHeader) -> bytes:
+    log = header.log
+    run, student = _text(log.run_id, "run_id", 126), _text(log.student_digest, "student_digest", 126)
+    body = _HEADER.pack(
+        MAGIC, VERSION, log.iteration, log.partition, log.epoch, header.segment, 0, header.first_sequence,
+        header.salt, header.previous_digest, len(run), run, len(student), student,
+    ).ljust(HEADER_BYTES - 4, b"\0")  # fmt: skip
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def encode_frame(salt: bytes, record_type: int, sequence: int, payload: bytes, place: int = 0) -> bytes:
+    """place: how many records of the same group stand before this one."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise ContractError(
+            f"token log, record {sequence}", expected=f"at most {MAX_PAYLOAD_BYTES} bytes", found=f"{len(payload)}"
+        )
+    frame = _FRAME.pack(len(payload), 0, record_type, place, sequence)
+    crc = zlib.crc32(payload, zlib.crc32(frame[8:], zlib.crc32(frame[:4], zlib.crc32(salt))))
+    return frame[:4] + struct.pack("<I", crc) + frame[8:] + payload
+
+
+def encode_admit(admit: Admit) -> bytes:
+    name = _text(admit.trajectory_id, "trajectory_id", 65535)
+    return (
+        _ADMIT.pack(
+            admit.number, admit.prompt_tokens, admit.prompt_digest, admit.num_preemptions, admit.num_kv_restores,
+            admit.num_prefill_rebuilds, len(name),
+        )
+        + name
+    )  # fmt: skip
+
+
+def encode_step(entries: Sequence[StepEntry]) -> bytes:
+    """Raises ValueError when an entry's ids and log-probabilities differ in length."""
+    heads = np.array([(number, first, len(ids)) for number, first, ids, _, _ in entries], "<u4").reshape(-1, 3)
+    total = int(heads[:, 2].sum())
+    columns: list[np.ndarray] = []
+    for lists, dtype in zip(zip(*(entry[2:] for entry in entries), strict=True), ("<i4", "<f4", "<f4"), strict=False):
+        if any(len(values) != count for values, count in zip(lists, heads[:, 2].tolist(), strict=True)):
+            raise ValueError("each entry needs as many log-probabilities as ids")
+        whole = lists[0] if len(lists) == 1 else np.fromiter(chain.from_iterable(lists), dtype, total)
+        columns.append(np.asarray(whole, dtype))
+    return _TWO.pack(len(entries), total) + heads.T.tobytes() + b"".join(c.tobytes() for c in columns)
+
+
+def encode_observation(number: int, first_token_index: int, ids: Sequence[int] | np.ndarray) -> bytes:
+    return _THREE.pack(number, first_token_index, len(ids)) + np.asarray(ids, "<i4").tobytes()
+
+
+def encode_intent(number: int, intent: Intent) -> bytes:
+    return _THREE.pack(number, intent.first_token_index, len(intent.action)) + intent.action
+
+
+def encode_spill(number: int, spill: Spill) -> bytes:
+    key = _text(spill.key, "spill key", 65535)
+    return _SPILL.pack(number, spill.positions, spill.size_bytes, spill.digest, len(key)) + key
+
+
+def encode_finish(number: int, response_tokens: int, reason: str) -> bytes:
+    data = _text(reason, "finish reason", 65535)
+    return _FINISH.pack(number, response_tokens, len(data)) + data
+
+
+def encode_seal(num_records: int, digest: bytes) -> bytes:
+    """digest: SHA-256 of the segment's bytes before the seal's frame."""
+    return _SEAL.pack(num_records, digest)
+
+
+# --- reading
+
+
+def _bad(where: str, expected: str, found: str) -> FormatError:
+    return FormatError(
+        where,
+        expected=expected,
+        found=found,
+        safe="every other log, and the segments of this one in the store",
+        next_command="move this log's local folder away; the worker then continues from the store",
+    )
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _bad(where, "UTF-8 text", str(error)) from error
+
+
+def decode_header(data: bytes, name: str) -> SegmentHeader:
+    body, crc = data[: HEADER_BYTES - 4], data[HEADER_BYTES - 4 : HEADER_BYTES]
+    if len(crc) < 4 or struct.unpack("<I", crc)[0] != zlib.crc32(body):
+        raise _bad(f"{name}, offset 0", "a segment header with its CRC", f"{len(data)} bytes without it")
+    (magic, version, iteration, partition, epoch, segment, _, first_sequence, salt, previous, run_length, run,
+     student_length, student) = _HEADER.unpack_from(body)  # fmt: skip
+    if magic != MAGIC or version != VERSION or run_length > 126 or student_length > 126:
+        raise _bad(f"{name}, offset 0", f"{MAGIC!r} version {VERSION}", f"{magic!r} version {version}")
+    run_id, student_digest = (
+        _decoded(text, f"{name}, offset 0") for text in (run[:run_length], student[:student_length])
+    )
+    log = LogHeader(run_id, iteration, partition, epoch, student_digest)
+    return SegmentHeader(log, segment, first_sequence, salt, previous)
+
+
+def _valid_frame(data: bytes, offset: int, salt_crc: int) -> tuple[int, int, int, int] | None:
+    """(payload length, type, place, sequence) of a frame whose CRC holds, else None."""
+    if offset + FRAME_BYTES > len(data):
+        return None
+    length, crc, record_type, place, sequence = _FRAME.unpack_from(data, offset)
+    end = offset + FRAME_BYTES + length
+    if length > MAX_PAYLOAD_BYTES or end > len(data):
+        return None
+    view = memoryview(data)
+    if zlib.crc32(view[offset + 8 : end], zlib.crc32(view[offset : offset + 4], salt_crc)) != crc:
+        return None
+    return length, record_type, place, sequence
+
+
+def _later_group(data: bytes, offset: int, salt_crc: int, last_sequence: int) -> int | None:
+    """Offset of a valid frame at or after `offset` whose group began after the record that is missing here.
+
+    Looks at every byte position, since damage may have hit a length; the sequence number, which cannot run ahead
+    by more than the frames that fit, leaves few positions to check.
+    """
+    span = len(data) - offset
+    sequence_at = FRAME_BYTES - 8
+    for shift in range(8):
+        start = offset + sequence_at + shift
+        count = (len(data) - start) // 8
+        if count <= 0:
+            break
+        sequences = np.frombuffer(data, "<u8", count, start)
+        likely = (sequences > last_sequence) & (sequences <= last_sequence + 1 + span // FRAME_BYTES)
+        for index in np.flatnonzero(likely).tolist():
+            at = offset + shift + 8 * index
+            frame = _valid_frame(data, at, salt_crc)
+            if frame is not None and frame[3] - frame[2] > last_sequence + 1:
+                return at
+            if frame is not None and frame[1] == SEAL:
+                return at
+    return None
+
+
+def scan_segment(data: bytes, name: str, *, is_last: bool) -> Segment:
+    """Header and records of one segment's bytes; `is_last`: nothing was written to the log after it.
+
+    Raises FormatError, with offset, for damage that a later group, a seal or a later segment follows, and for
+    bytes of another version. What remains of an unfinished last group is counted in torn_bytes.
+    """
+    if len(data) <= HEADER_BYTES and is_last:
+        # No record is written before the header is durable, so a file that ends with it may hold half of it.
+        try:
+            header = decode_header(data, name)
+        except FormatError:
+            return Segment(name, None, [], False, len(data), b"")
+    else:
+        header = decode_header(data, name)
+    salt_crc = zlib.crc32(header.salt)
+    records: list[Record] = []
+    offset, last, first_of_group = HEADER_BYTES, header.first_sequence - 1, header.first_sequence
+    while offset < len(data):
+        where = f"{name}, offset {offset}"
+        frame = _valid_frame(data, offset, salt_crc)
+        sealing = frame is not None and frame[1] == SEAL
+        if frame is None or frame[3] != last + (not sealing) or (frame[2] and frame[3] - frame[2] != first_of_group):
+            later = _later_group(data, offset, salt_crc, last)
+            if later is not None or not is_last:
+                found = "damage" + ("" if later is None else f", and a valid record at offset {later}")
+                raise _bad(where, f"record {last + 1}", found)
+            return Segment(name, header, records, False, len(data) - offset, b"")
+        length, record_type, place, sequence = frame
+        if record_type not in _TYPES:
+            raise _bad(where, f"record types 1..{SEAL}", f"type {record_type}: another version wrote this log")
+        payload = memoryview(data)[offset + FRAME_BYTES : offset + FRAME_BYTES + length]
+        if sealing:
+            _check_seal(data, offset, payload, len(records), where)
+            return Segment(name, header, records, True, 0, hashlib.sha256(data).digest())
+        records.append(Record(record_type, sequence, payload, where))
+        offset += FRAME_BYTES + length
+        last, first_of_group = sequence, sequence - place
+    if not is_last:
+        raise _bad(f"{name}, offset {offset}", "a seal, since a later segment exists", "the end of the file")
+    return Segment(name, header, records, False, 0, b"")
+
+
+def _check_seal(data: bytes, offset: int, payload: memoryview, num_records: int, where: str) -> None:
+    if len(payload) != _SEAL.size or offset + FRAME_BYTES + _SEAL.size != len(data):
+        raise _bad(where, "the end of the segment after its seal", f"{len(data)} bytes in all")
+    counted, digest = _SEAL.unpack(payload)
+    if counted != num_records or digest != hashlib.sha256(memoryview(data)[:offset]).digest():
+        raise _bad(where, f"a seal over {num_records} records and these bytes", f"a seal over {counted} records")
+
+
+class Reader:
+    """Cuts one record's payload into fields; raises FormatError when it is too short or too long."""
+
+    def __init__(self, record: Record) -> None:
+        self._record, self._offset = record, 0
+
+    def fields(self, layout: struct.Struct) -> tuple:
+        return layout.unpack(self.take(layout.size))
+
+    def take(self, size: int) -> memoryview:
+        part = self._record.payload[self._offset : self._offset + size]
+        if len(part) != size:
+            raise _bad(self._record.where, f"{size} more bytes in the record", f"{len(part)}")
+        self._offset += size
+        return part
+
+    def array(self, dtype: str, count: int) -> np.ndarray:
+        return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype)
+
+    def text(self, size: int) -> str:
+        return _decoded(bytes(self.take(size)), self._record.where)
+
+    def end(self) -> None:
+        if self._offset != len(self._record.payload):
+            raise _bad(self._record.where, f"a record of {self._offset} bytes", f"{len(self._record.payload)}")
+
+
+def decode_admit(record: Record) -> Admit:
+    reader = Reader(record)
+    number, prompt_tokens, prompt_digest, preemptions, restores, rebuilds, length = reader.fields(_ADMIT)
+    admit = Admit(number, reader.text(length), prompt_digest, prompt_tokens, preemptions, restores, rebuilds)
+    reader.end()
+    return admit
+
+
+def decode_step(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(numbers, first token indices, counts) u4 [entries], (ids i4, raw f4, sampled f4) [tokens]."""
+    reader = Reader(record)
+    num_entries, num_tokens = reader.fields(_TWO)
+    numbers, firsts, counts = (reader.array("<u4", num_entries) for _ in range(3))
+    if int(counts.sum()) != num_tokens:
+        raise _bad(record.where, f"entries of {num_tokens} tokens in all", f"{int(counts.sum())}")
+    ids, raw, sampled = (reader.array(dtype, num_tokens) for dtype in ("<i4", "<f4", "<f4"))
+    reader.end()
+    return numbers, firsts, counts, ids, raw, sampled
+
+
+def decode_observation(record: Record) -> tuple[int, int, np.ndarray]:
+    reader = Reader(record)
+    number, first, count = reader.fields(_THREE)
+    ids = reader.array("<i4", count)
+    reader.end()
+    return number, first, ids
+
+
+def decode_intent(record: Record) -> tuple[int, Intent]:
+    reader = Reader(record)
+    number, first, size = reader.fields(_THREE)
+    action = bytes(reader.take(size))
+    reader.end()
+    return number, Intent(first, action)
+
+
+def decode_spill(record: Record) -> tuple[int, Spill]:
+    reader = Reader(record)
+    number, positions, size_bytes, digest, length = reader.fields(_SPILL)
+    spill = Spill(positions, size_bytes, digest, reader.text(length))
+    reader.end()
+    return number, spill
+
+
+def decode_finish(record: Record) -> tuple[int, int, str]:
+    reader = Reader(record)
+    number, response_tokens, length = reader.fields(_FINISH)
+    reason = reader.text(length)
+    reader.end()
+    return number, response_tokens, reason
+
+
+def replay_order(segments: Sequence[Segment], name: str) -> Iterator[Record]:
+    """Records of a whole log in order, after checking that its segments are one unbroken chain.
+
+    Raises FormatError when segments are missing, out of order, of different logs, or when a segment does not name
+    its predecessor's digest.
+    """
+    previous, last, log = bytes(32), 0, None
+    for index, segment in enumerate(segments):
+        if segment.header is None:
+            return
+        header = segment.header
+        log = log or header.log
+        found = (header.segment, header.log, header.previous_digest, header.first_sequence)
+        if found != (index, log, previous, last + 1):
+            raise _bad(segment.name, f"segment {index} of {log}, from record {last + 1}", str(header))
+        yield from segment.records
+        last += len(segment.records)
+        previous = segment.digest
+    if log is None:
+        raise _bad(name, "a log of at least one segment", "none")

@@ -1,0 +1,213 @@
+"""What a token log says: its segments replayed into trajectories, and written again as an heir's first segment.
+
+Recovery only reads. The heir of an epoch writes everything that it recovered into a base segment of its own log and
+never touches the old one, so a crash in the middle of recovery leaves nothing to repair.
+Invariant: tokens of a trajectory are exactly those appended, in order, without a gap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ml.rollout import wal_format as fmt
+from schemas.errors import FormatError, StoreError
+
+_BASE_RECORD_TOKENS = 1 << 16
+
+
+@dataclass
+class LoggedTrajectory:
+    """ids int32, logprobs_raw and logprobs_sampled float32, sampled_mask uint8, each [response tokens so far].
+
+    An observation's tokens have mask 0 and log-probabilities 0. finish_reason is None while it runs.
+    """
+
+    admit: fmt.Admit
+    ids: np.ndarray
+    logprobs_raw: np.ndarray
+    logprobs_sampled: np.ndarray
+    sampled_mask: np.ndarray
+    finish_reason: str | None = None
+    spill: fmt.Spill | None = None
+    intents: list[fmt.Intent] = field(default_factory=list)
+
+    @property
+    def trajectory_id(self) -> str:
+        return self.admit.trajectory_id
+
+
+@dataclass
+class Recovered:
+    """A replayed log. trajectories: in order of admission, so that index = trajectory number."""
+
+    header: fmt.LogHeader
+    trajectories: list[LoggedTrajectory]
+    last_sequence: int
+    num_segments: int
+    torn_bytes: int
+
+    def by_id(self) -> dict[str, LoggedTrajectory]:
+        return {t.trajectory_id: t for t in self.trajectories}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(t.ids) for t in self.trajectories)
+
+
+class _Replay:
+    """Collects records; token columns are put together once at the end, since there may be millions of records."""
+
+    def __init__(self) -> None:
+        self.admits: list[fmt.Admit] = []
+        self.finishes: dict[int, tuple[int, str, str]] = {}
+        self.spills: dict[int, fmt.Spill] = {}
+        self.intents: dict[int, list[fmt.Intent]] = {}
+        self._ids: set[str] = set()
+        self._columns: list[tuple[np.ndarray, ...]] = []
+
+    def add(self, record: fmt.Record) -> None:
+        if record.type == fmt.STEP:
+            numbers, firsts, counts, ids, raw, sampled = fmt.decode_step(record)
+            if len(numbers) != len(ids) or (counts != 1).any():
+                starts = np.repeat(np.cumsum(counts) - counts, counts)
+                indices = np.arange(len(ids)) - starts + np.repeat(firsts, counts)
+                numbers = np.repeat(numbers, counts)
+            else:
+                indices = firsts
+            self._tokens(record, numbers, indices, ids, raw, sampled, np.ones(len(ids), np.uint8))
+        elif record.type == fmt.ADMIT:
+            admit = fmt.decode_admit(record)
+            if admit.number != len(self.admits) or admit.trajectory_id in self._ids:
+                raise FormatError(record.where, expected=f"trajectory number {len(self.admits)}, a new id",
+                                  found=f"number {admit.number}, id {admit.trajectory_id}")  # fmt: skip
+            self.admits.append(admit)
+            self._ids.add(admit.trajectory_id)
+        elif record.type == fmt.OBSERVATION:
+            number, first, ids = fmt.decode_observation(record)
+            zeros = np.zeros(len(ids), np.float32)
+            numbers = np.full(len(ids), number, np.uint32)
+            self._tokens(record, numbers, first + np.arange(len(ids)), ids, zeros, zeros, np.zeros(len(ids), np.uint8))
+        elif record.type == fmt.INTENT:
+            number, intent = fmt.decode_intent(record)
+            self.intents.setdefault(self._known(record, number), []).append(intent)
+        elif record.type == fmt.SPILL:
+            number, spill = fmt.decode_spill(record)
+            self.spills[self._known(record, number)] = spill
+        else:
+            number, response_tokens, reason = fmt.decode_finish(record)
+            if self._known(record, number) in self.finishes:
+                raise FormatError(record.where, expected="one finish a trajectory", found=f"another of number {number}")
+            self.finishes[number] = (response_tokens, reason, record.where)
+
+    def _known(self, record: fmt.Record, number: int) -> int:
+        if number >= len(self.admits):
+            raise FormatError(record.where, expected=f"a number below {len(self.admits)}", found=str(number))
+        return number
+
+    def _tokens(self, record: fmt.Record, numbers: np.ndarray, *columns: np.ndarray) -> None:
+        if len(numbers):
+            self._known(record, int(numbers.max()))
+            self._columns.append((numbers, *columns))
+
+    def trajectories(self, name: str) -> list[LoggedTrajectory]:
+        empty = tuple(np.empty(0, d) for d in ("u4", "i8", "i4", "f4", "f4", "u1"))
+        parts = self._columns or [empty]
+        numbers, indices, *columns = (np.concatenate([p[i] for p in parts]) for i in range(6))
+        order = np.argsort(numbers, kind="stable")
+        lengths = np.bincount(numbers, minlength=len(self.admits))
+        starts = np.cumsum(lengths) - lengths
+        out_of_place = np.flatnonzero(indices[order] != np.arange(len(order)) - np.repeat(starts, lengths))
+        if len(out_of_place):
+            at = order[out_of_place[0]]
+            admit = self.admits[numbers[at]]
+            raise FormatError(f"{name}, trajectory {admit.trajectory_id}", expected="its tokens one after another",
+                              found=f"a gap or a repetition at token {indices[at]}")  # fmt: skip
+        out = []
+        for admit, start, length in zip(self.admits, starts.tolist(), lengths.tolist(), strict=True):
+            rows = order[start : start + length]
+            ids, raw, sampled, mask = (column[rows] for column in columns)
+            tokens, reason, where = self.finishes.get(admit.number, (length, None, ""))
+            if tokens != length:
+                raise FormatError(where, expected=f"{tokens} response tokens", found=f"{length} in the log")
+            out.append(LoggedTrajectory(admit, ids.astype(np.int32), raw.astype(np.float32), sampled.astype(np.float32),
+                                        mask, reason, self.spills.get(admit.number),
+                                        self.intents.get(admit.number, [])))  # fmt: skip
+        return out
+
+
+def recover(
+    segments: Sequence[tuple[str, bytes]], name: str, *, acknowledged: Mapping[str, int] | None = None
+) -> Recovered:
+    """Replays one log from (file name, bytes) of its segments in order of their numbers.
+
+    acknowledged: response tokens of each trajectory that somebody was told are durable in *this* copy of the log.
+    Raises FormatError, naming file and offset, for damage before the last durable record, for a log without its
+    whole first segment, and for acknowledged tokens that are not there.
+    """
+    last = len(segments) - 1
+    scanned = [fmt.scan_segment(data, n, is_last=i == last and i > 0) for i, (n, data) in enumerate(segments)]
+    replay, last_sequence = _Replay(), 0
+    for record in fmt.replay_order(scanned, name):
+        replay.add(record)
+        last_sequence = record.sequence
+    trajectories = replay.trajectories(name)
+    have = {t.trajectory_id: len(t.ids) for t in trajectories}
+    for trajectory_id, tokens in (acknowledged or {}).items():
+        if have.get(trajectory_id, 0) < tokens:
+            raise FormatError(
+                f"{name}, {scanned[-1].name}, trajectory {trajectory_id}", expected=f"{tokens} acknowledged tokens",
+                found=f"{have.get(trajectory_id, 0)}; {scanned[-1].torn_bytes} bytes at the end do not hold",
+                safe="the segments of this log in the store",
+                next_command="move this log's local folder away; the worker then continues from the store",
+            )  # fmt: skip
+    header = scanned[0].header
+    assert header is not None  # segment 0 was scanned as one that must be whole
+    return Recovered(header.log, trajectories, last_sequence, len(segments), scanned[-1].torn_bytes)
+
+
+def read_folder(folder: Path) -> list[tuple[str, bytes]]:
+    """Segments of a local log in order, empty when the folder holds no whole first segment. Raises StoreError."""
+    try:
+        paths = sorted(folder.glob("*.seg"))
+        return [(str(path), path.read_bytes()) for path in paths]
+    except OSError as error:
+        raise StoreError(str(folder), expected="a readable log", found=str(error)) from error
+
+
+def base_segment(recovered: Recovered | None, header: fmt.LogHeader, salt: bytes) -> tuple[bytes, int]:
+    """An heir's segment 0, sealed: everything recovered (nothing: an empty log), and its last sequence number."""
+    head = fmt.SegmentHeader(header, 0, 1, salt, bytes(32))
+    out = bytearray(fmt.encode_header(head))
+    sequence = 0
+    for record_type, payload in _base_records(recovered.trajectories if recovered else []):
+        sequence += 1
+        out += fmt.encode_frame(salt, record_type, sequence, payload)
+    seal = fmt.encode_seal(sequence, hashlib.sha256(out).digest())
+    out += fmt.encode_frame(salt, fmt.SEAL, sequence, seal)
+    return bytes(out), sequence
+
+
+def _base_records(trajectories: list[LoggedTrajectory]):
+    for number, t in enumerate(trajectories):
+        yield fmt.ADMIT, fmt.encode_admit(t.admit)
+        # Runs of equal mask: a step record holds sampled tokens, an observation the others.
+        edges = np.flatnonzero(np.diff(t.sampled_mask)) + 1
+        for start, end in zip([0, *edges], [*edges, len(t.ids)], strict=True):
+            for first in range(start, end, _BASE_RECORD_TOKENS):
+                rows = slice(first, min(first + _BASE_RECORD_TOKENS, end))
+                if t.sampled_mask[first]:
+                    entry = (number, first, t.ids[rows], t.logprobs_raw[rows], t.logprobs_sampled[rows])
+                    yield fmt.STEP, fmt.encode_step([entry])
+                else:
+                    yield fmt.OBSERVATION, fmt.encode_observation(number, first, t.ids[rows])
+        for intent in t.intents:
+            yield fmt.INTENT, fmt.encode_intent(number, intent)
+        if t.spill is not None:
+            yield fmt.SPILL, fmt.encode_spill(number, t.spill)
+        if t.finish_reason is not None:
+            yield fmt.FINISH, fmt.encode_finish(number, len(t.ids), t.finish_reason)
