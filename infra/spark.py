@@ -1,0 +1,279 @@
+"""Spark with Delta: the session, and the one child process of a flow that holds it.
+
+    flow process --stdin: one JSON request a line--> child (python -m infra.spark serve) --> JVM
+                 <--own pipe: one JSON answer a line--
+
+The flow's process never imports pyspark, and a JVM that crashes takes only the child with it. What the child and
+the JVM print goes to a log file, never into an answer. The child ends when its stdin does, so it cannot outlive the
+flow, whichever way that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from infra import jars, tables
+from schemas import errors
+from schemas.config import Spark
+from schemas.errors import ConfigError, OpdError, StageError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_LOG_LINES = 15
+_PROJECT = Path(__file__).resolve().parents[1]
+_KINDS = {kind.kind: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OpdError)}
+
+
+def session(root: str, settings: Spark) -> SparkSession:
+    """The process's Spark session over the tables of `root`, each existing one registered in database `opd`.
+
+    Nothing is created under root, and nothing outside a temporary folder. Raises ConfigError without Java 17 or the
+    pinned jars.
+    """
+    jars.java()
+    jar_paths = jars.fetch(settings.jars, progress=lambda _: None)
+    # A Spark that the user has installed elsewhere would meet jars of another version.
+    os.environ["SPARK_HOME"] = str(jars.pyspark_home())
+    os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    from pyspark.sql import SparkSession
+
+    scratch = tempfile.mkdtemp(prefix="opd-spark-")
+    options = {
+        "spark.app.name": "opd",
+        "spark.master": f"local[{settings.cores}]",
+        "spark.driver.memory": settings.driver_memory,
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={scratch} -Dderby.system.home={scratch}",
+        "spark.local.dir": scratch,
+        "spark.sql.warehouse.dir": f"file://{scratch}/warehouse",
+        "spark.jars": ",".join(str(path) for path in jar_paths),
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+        "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+        "spark.sql.ansi.enabled": "true",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.shuffle.partitions": str(settings.shuffle_partitions),
+        "spark.databricks.delta.properties.defaults.enableDeletionVectors": "false",
+        # Delta rebuilds a snapshot in 50 tasks unless told otherwise: seconds each on tables of this size.
+        "spark.databricks.delta.snapshotPartitions": "2",
+    }
+    builder = SparkSession.builder
+    for name, value in options.items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel("WARN")
+    tables.register_tables(spark, root)
+    return spark
+
+
+class SparkChild:
+    """Client of one Spark process, started by its first call. Calls from several threads run one after another.
+
+    root: data root; settings: fields of schemas.config.Spark; log_path: where child and JVM print.
+
+    with SparkChild("data", settings, Path("data/logs/spark.log")) as spark:
+        result = spark.call("tasks.dispatch:build_plan", root="data", ...)
+    """
+
+    def __init__(self, root: str, settings: Mapping[str, Any], log_path: Path) -> None:
+        self._root, self._settings, self._log_path = root, settings, log_path
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answers: IO[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> SparkChild:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child; None before the first call and after close."""
+        return self._process.pid if self._process else None
+
+    def call(self, function: str, **kwargs: Any) -> Any:
+        """Result of `function` ("module:name") called in the child as function(spark, **kwargs).
+
+        Arguments and result are JSON values, and the function must be safe to run again: when the child dies under
+        it, a new child runs it once more. An OpdError raised there is raised here as itself; any other exception, and
+        a second death, is a StageError with the end of the log.
+        """
+        request = json.dumps({"function": function, "kwargs": kwargs}, allow_nan=False).encode() + b"\n"
+        with self._lock:
+            answer = self._exchange(request) or self._exchange(request)
+        if answer is None:
+            raise StageError(
+                f"Spark process, {function}", expected="an answer", found="it died twice: " + self._log_end(),
+                safe="committed tables: a commit is whole or not there", next_command=f"less {self._log_path}",
+            )  # fmt: skip
+        if "result" in answer:
+            return answer["result"]
+        error = answer["error"]
+        if error["kind"] in _KINDS:
+            raise _KINDS[error["kind"]](error["where"], **error["fields"])
+        raise StageError(
+            f"Spark process, {function}", found=f"{error['where']} | {self._log_end()}",
+            safe="committed tables: a commit is whole or not there", next_command=f"less {self._log_path}",
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the child and its JVM; a later call starts a new one."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = tempfile.TemporaryDirectory(prefix="opd-spark-", ignore_cleanup_errors=True)
+        answers, child_end = os.pipe()
+        path = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "infra.spark", "serve", str(child_end), self._root]
+        try:
+            with open(self._log_path, "ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, json.dumps(dict(self._settings))],
+                    stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(child_end,),
+                    env={**os.environ, "PYTHONPATH": path, "TMPDIR": self._scratch.name},
+                    # A group of its own: Ctrl-C is the flow's to handle, and the JVM can be ended with its parent.
+                    start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            os.close(answers)
+            raise
+        finally:
+            os.close(child_end)
+        self._answers = os.fdopen(answers, "rb")
+
+    def _exchange(self, request: bytes) -> dict[str, Any] | None:
+        """The answer, or None when the child died."""
+        if self._process is None:
+            self._start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._answers is not None
+        try:
+            self._process.stdin.write(request)
+            self._process.stdin.flush()
+            line = self._answers.readline()
+        except BrokenPipeError:
+            line = b""
+        except BaseException:
+            # Interrupted: the answer still to come would be taken for that of the next call.
+            self._stop()
+            raise
+        if not line.endswith(b"\n"):
+            self._stop()
+            return None
+        return json.loads(line)
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        answers, self._answers = self._answers, None
+        if process is None:
+            return
+        # A kill loses nothing: a Delta commit is whole or not there. The group is killed before its leader is
+        # reaped, so that its number cannot have passed to another process.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        if answers is not None:
+            answers.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _log_end(self) -> str:
+        try:
+            lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return "(no log)"
+        return "\n".join(lines[-_LOG_LINES:])
+
+
+def _serve(answer_fd: int, root: str, settings: Spark) -> None:
+    """The child: answers requests until stdin ends, then exits at once, a call in progress included."""
+    requests: list[bytes] = []
+    arrived = threading.Semaphore(0)
+
+    def read() -> None:
+        # PR_SET_PDEATHSIG would fire when the *thread* that started the child ends, and flows start it from
+        # short-lived ones; the end of stdin comes with the end of the process and only then.
+        for line in sys.stdin.buffer:
+            requests.append(line)
+            arrived.release()
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    spark: SparkSession | None = None
+    with os.fdopen(answer_fd, "wb") as answers:
+        while True:
+            arrived.acquire()
+            request = json.loads(requests.pop(0))
+            try:
+                if spark is None:
+                    spark = session(root, settings)
+                module, _, name = request["function"].partition(":")
+                function = getattr(importlib.import_module(module), name)
+                answer = {"result": function(spark, **request["kwargs"])}
+                line = json.dumps(answer, allow_nan=False)
+            except Exception as error:
+                traceback.print_exc()
+                sys.stderr.flush()
+                if spark is not None and _jvm_is_gone(spark):
+                    os._exit(1)
+                line = json.dumps({"error": _describe(error)})
+            answers.write(line.encode() + b"\n")
+            answers.flush()
+
+
+def _jvm_is_gone(spark: SparkSession) -> bool:
+    gateway = spark.sparkContext._gateway
+    process = getattr(gateway, "proc", None)
+    return process is not None and process.poll() is not None
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    if isinstance(error, OpdError):
+        names = ("expected", "found", "safe", "next_command")
+        return {"kind": error.kind, "where": error.where, "fields": {n: getattr(error, n) for n in names}}
+    return {"kind": "", "where": f"{type(error).__name__}: {str(error).strip()[:2000]}", "fields": {}}
+
+
+def _main(arguments: list[str]) -> int:
+    match arguments:
+        case ["serve", answer_fd, root, settings]:
+            _serve(int(answer_fd), root, Spark.model_validate_json(settings))
+            return 0
+        case ["fetch-jars", folder]:
+            try:
+                jars.fetch(folder)
+            except OpdError as error:
+                print(error, file=sys.stderr)
+                return error.exit_status
+            return 0
+    print(
+        ConfigError("python -m infra.spark", expected="fetch-jars FOLDER", found=" ".join(arguments)), file=sys.stderr
+    )
+    return ConfigError.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
