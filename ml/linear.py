@@ -20,6 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 
 Precision = Literal["fp32", "bf16"]
+Compute = Literal["fp32", "bf16"]
+
+COMPUTE_DTYPES: dict[Compute, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 ROWS = 32
 _MIN_CUDA_ROWS = 16
@@ -123,14 +126,13 @@ class Linear(nn.Module):
         bias: bool,
         precision: Precision,
         compute: torch.dtype,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.precision: Precision = precision
         self.compute = compute
-        self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype, device=device)) if bias else None
+        self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype)) if bias else None
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
         """[N, I] of any float dtype -> [N, O] in `compute`."""

@@ -187,11 +187,11 @@ def _number(value: Any, where: str) -> float:
 class RmsNorm(nn.Module):
     """x / rms(x) * weight over the last axis, in fp32, rounded once to x's dtype."""
 
-    def __init__(self, width: int, epsilon: float, precision: Precision, **placement: Any) -> None:
+    def __init__(self, width: int, epsilon: float, precision: Precision) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.precision: Precision = dense_precision(precision)
-        self.weight = nn.Parameter(torch.empty(width, **placement))
+        self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x32 = x.float()
@@ -217,18 +217,17 @@ def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) ->
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, precision: Precision, compute: torch.dtype, **placement: Any) -> None:
+    def __init__(self, config: ModelConfig, linears: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
-        common = {"precision": precision, "compute": compute, **placement}
         queries, keys = config.heads * config.head_channels, config.kv_heads * config.head_channels
-        self.q_proj = Linear(config.width, queries, bias=config.qkv_bias, **common)
-        self.k_proj = Linear(config.width, keys, bias=config.qkv_bias, **common)
-        self.v_proj = Linear(config.width, keys, bias=config.qkv_bias, **common)
-        self.o_proj = Linear(queries, config.width, bias=config.output_bias, **common)
+        self.q_proj = Linear(config.width, queries, bias=config.qkv_bias, **linears)
+        self.k_proj = Linear(config.width, keys, bias=config.qkv_bias, **linears)
+        self.v_proj = Linear(config.width, keys, bias=config.qkv_bias, **linears)
+        self.o_proj = Linear(queries, config.width, bias=config.output_bias, **linears)
         if config.qk_norm:
-            self.q_norm = RmsNorm(config.head_channels, config.norm_epsilon, precision, **placement)
-            self.k_norm = RmsNorm(config.head_channels, config.norm_epsilon, precision, **placement)
+            self.q_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
+            self.k_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
 
     def forward(self, x_ND, cos_N1C, sin_N1C, attend: Attend, layer_index: int) -> torch.Tensor:
         channels = self.config.head_channels
@@ -242,24 +241,24 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: ModelConfig, precision: Precision, compute: torch.dtype, **placement: Any) -> None:
+    def __init__(self, config: ModelConfig, linears: dict[str, Any]) -> None:
         super().__init__()
-        common = {"bias": config.feed_forward_bias, "precision": precision, "compute": compute, **placement}
-        self.gate_proj = Linear(config.width, config.feed_forward, **common)
-        self.up_proj = Linear(config.width, config.feed_forward, **common)
-        self.down_proj = Linear(config.feed_forward, config.width, **common)
+        linears = {**linears, "bias": config.feed_forward_bias}
+        self.gate_proj = Linear(config.width, config.feed_forward, **linears)
+        self.up_proj = Linear(config.width, config.feed_forward, **linears)
+        self.down_proj = Linear(config.feed_forward, config.width, **linears)
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         return self.down_proj(silu_gate(self.gate_proj(x_ND), self.up_proj(x_ND)))
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, precision: Precision, compute: torch.dtype, **placement: Any) -> None:
+    def __init__(self, config: ModelConfig, linears: dict[str, Any]) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(config.width, config.norm_epsilon, precision, **placement)
-        self.self_attn = Attention(config, precision, compute, **placement)
-        self.post_attention_layernorm = RmsNorm(config.width, config.norm_epsilon, precision, **placement)
-        self.mlp = FeedForward(config, precision, compute, **placement)
+        self.input_layernorm = RmsNorm(config.width, config.norm_epsilon, linears["precision"])
+        self.self_attn = Attention(config, linears)
+        self.post_attention_layernorm = RmsNorm(config.width, config.norm_epsilon, linears["precision"])
+        self.mlp = FeedForward(config, linears)
 
     def forward(self, h_ND, cos_N1C, sin_N1C, attend: Attend, layer_index: int) -> torch.Tensor:
         h_ND = h_ND + self.self_attn(self.input_layernorm(h_ND), cos_N1C, sin_N1C, attend, layer_index)
@@ -269,10 +268,10 @@ class Layer(nn.Module):
 class Embedding(nn.Module):
     """Rows of weight [V, D] on the dense grid."""
 
-    def __init__(self, num_rows: int, width: int, precision: Precision, **placement: Any) -> None:
+    def __init__(self, num_rows: int, width: int, precision: Precision, dtype: torch.dtype) -> None:
         super().__init__()
         self.precision: Precision = dense_precision(precision)
-        self.weight = nn.Parameter(torch.empty(num_rows, width, **placement))
+        self.weight = nn.Parameter(torch.empty(num_rows, width, dtype=dtype))
 
     def forward(self, ids_N: torch.Tensor) -> torch.Tensor:
         return weight_values(F.embedding(ids_N, self.weight), self.precision)
@@ -281,25 +280,28 @@ class Embedding(nn.Module):
 class Decoder(nn.Module):
     """What Hugging Face keeps under "model.": embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, compute: torch.dtype, **placement: Any) -> None:
+    def __init__(self, config: ModelConfig, linears: dict[str, Any], vocab_dtype: torch.dtype) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_rows, config.width, precision, **placement)
-        self.layers = nn.ModuleList(Layer(config, precision, compute, **placement) for _ in range(config.layers))
-        self.norm = RmsNorm(config.width, config.norm_epsilon, precision, **placement)
+        self.embed_tokens = Embedding(config.vocab_rows, config.width, linears["precision"], vocab_dtype)
+        self.layers = nn.ModuleList(Layer(config, linears) for _ in range(config.layers))
+        self.norm = RmsNorm(config.width, config.norm_epsilon, linears["precision"])
 
 
 class Head(nn.Module):
     """Holder of an untied unembedding matrix, weight [V, D]."""
 
-    def __init__(self, num_rows: int, width: int, **placement: Any) -> None:
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_rows, width, **placement))
+        self.weight = nn.Parameter(torch.empty(num_rows, width, dtype=dtype))
 
 
 class Transformer(nn.Module):
-    """precision: grid of the linear weights' values; compute: dtype of activations; dtype: of the parameters.
+    """precision: grid of the linear weights' values; compute: dtype of activations and products.
 
-    checkpoint_layers (attribute): in training, keep only each layer's input and recompute the rest in backward.
+    trainable: parameters are an fp32 master, from which each forward takes its values. Otherwise they hold those
+    values and need no gradient: linears in `compute`, norms in fp32, embedding and head in what `logits` reads
+    fastest. Parameters are left uninitialised. checkpoint_layers (attribute): in training, keep only each layer's
+    input and recompute the rest in backward.
     """
 
     cos_MC: torch.Tensor
@@ -311,19 +313,23 @@ class Transformer(nn.Module):
         *,
         precision: Precision,
         compute: torch.dtype,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        trainable: bool,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.config, self.compute = config, compute
+        self.config, self.compute, self.trainable = config, compute, trainable
         self.precision: Precision = precision
         self.checkpoint_layers = False
-        self.model = Decoder(config, precision, compute, dtype=dtype, device=device)
-        if not config.tied:
-            self.lm_head = Head(config.vocab_rows, config.width, dtype=dtype, device=device)
+        linears = {"precision": precision, "compute": compute, "dtype": torch.float32 if trainable else compute}
+        vocab_dtype = torch.float32 if trainable or torch.device(device).type == "cpu" else compute
+        with torch.device(device):
+            self.model = Decoder(config, linears, vocab_dtype)
+            if not config.tied:
+                self.lm_head = Head(config.vocab_rows, config.width, vocab_dtype)
         cos_MC, sin_MC = _rope_tables(config)
         self.register_buffer("cos_MC", cos_MC.to(device), persistent=False)
         self.register_buffer("sin_MC", sin_MC.to(device), persistent=False)
+        self.requires_grad_(trainable)
 
     @property
     def head_weight(self) -> nn.Parameter:
