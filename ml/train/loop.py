@@ -1,0 +1,134 @@
+"""The training loop of one iteration: measure held-out packs, walk the plan step by step, measure again.
+
+Every rank runs the same number of micro-batches (empty ones carry no loss), so that collectives meet. Metrics are
+reduced over ranks, in float64, in one order. KL figures are nats a sampled token, unweighted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ml.train.batches import Frame
+from ml.train.engine import TrainEngine
+from ml.train.heads import TeacherHeads
+from ml.train.loader import MicroBatch, RankBatches
+from ml.train.loss import computing_in
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the caller hears: metric(step, name, teacher_index or None, value) on every rank alike,
+    micro_batch(frame) after each, step_end(steps done) after each update."""
+
+    metric: Callable[[int, str, int | None, float], None]
+    micro_batch: Callable[[Frame], None]
+    step_end: Callable[[int], None]
+
+
+@dataclass
+class Tally:
+    """Sums over one mini-batch. kl_T, tokens_T, loads_T: by teacher. mismatch: sum, tokens and maximum, once for
+    the sampler's precision and once as trained."""
+
+    num_teachers: int
+    loss: float = 0.0
+    kl_T: torch.Tensor = field(init=False)
+    tokens_T: torch.Tensor = field(init=False)
+    loads_T: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kl_T, self.tokens_T, self.loads_T = torch.zeros(3, self.num_teachers, dtype=torch.float64)
+
+    def add(self, batch: MicroBatch, loss: torch.Tensor, kls: list[torch.Tensor]) -> None:
+        self.loss += float(loss)
+        for segment, kl_R in zip(batch.segments, kls, strict=True):
+            self.kl_T[segment.teacher_index] += kl_R.double().sum().item()
+            self.tokens_T[segment.teacher_index] += int((segment.weight_R != 0).sum())
+
+    def report(self, metric, step: int, kl_name: str) -> None:
+        sums = reduce(torch.cat([self.kl_T, self.tokens_T, torch.tensor([self.loss], dtype=torch.float64)]), "sum")
+        kl_T, tokens_T = sums[: self.num_teachers], sums[self.num_teachers : -1]
+        for teacher in tokens_T.nonzero().flatten().tolist():
+            metric(step, kl_name, teacher, float(kl_T[teacher] / tokens_T[teacher]))
+        metric(step, f"{kl_name}_all", None, float(kl_T.sum() / tokens_T.sum()))
+        if kl_name == "kl":
+            metric(step, "loss", None, float(sums[-1]))
+            metric(step, "loss_rows", None, float(tokens_T.sum()))
+            loads_T = reduce(self.loads_T, "max")
+            for teacher in tokens_T.nonzero().flatten().tolist():
+                metric(step, "head_loads", teacher, float(loads_T[teacher]))
+
+
+def train(
+    engine: TrainEngine, batches: RankBatches, heads: TeacherHeads, report: Report, *,
+    num_teachers: int, first_step: int, num_steps: int, sampler_compute: torch.dtype,
+) -> None:  # fmt: skip
+    """Run steps first_step..num_steps-1 of the plan that `batches` walks; held-out packs around all of them."""
+    if first_step == 0:
+        evaluate(engine, batches, heads, report, num_teachers, "before", 0)
+    for step in range(first_step, num_steps):
+        tally = Tally(num_teachers)
+        for number, batch in enumerate(batches.mini_batch("train", step)):
+            measured = step == 0 and number == 0  # nothing was updated yet: the weights are the sampler's
+            sampled = sampler_logprobs(engine, batch, sampler_compute) if measured else []
+            loss, kls, trained = engine(batch, heads, want_logprobs=measured)
+            engine.backward(loss)
+            tally.add(batch, loss, kls)
+            if measured:
+                report_mismatch(batch, sampled, "mismatch_sampler", report)
+                report_mismatch(batch, trained, "mismatch_trained", report)
+            report.micro_batch(batch.frame)
+        norm = engine.step()
+        for teacher, loads in heads.take_loads().items():
+            tally.loads_T[teacher] += loads
+        tally.report(report.metric, step, "kl")
+        report.metric(step, "grad_norm", None, norm)
+        report.step_end(step + 1)
+    evaluate(engine, batches, heads, report, num_teachers, "after", num_steps)
+
+
+@torch.no_grad()
+def evaluate(engine, batches, heads, report: Report, num_teachers: int, phase, step: int) -> None:
+    """KL on the held-out packs; `step` is the number of updates that the measured student has seen."""
+    tally = Tally(num_teachers)
+    seen = False
+    for batch in batches.mini_batch(phase, 0):
+        loss, kls, _ = engine(batch, heads)
+        tally.add(batch, loss, kls)
+        report.micro_batch(batch.frame)
+        seen = True
+    heads.take_loads()
+    if seen:
+        tally.report(report.metric, step, "heldout_kl")
+
+
+@torch.no_grad()
+def sampler_logprobs(engine: TrainEngine, batch: MicroBatch, compute: torch.dtype) -> list[torch.Tensor]:
+    """Raw log-probabilities of the response tokens by the inference path in the sampler's precision."""
+    with computing_in(engine.module, compute):
+        return engine(batch, None, want_logprobs=True)[2]
+
+
+def report_mismatch(batch: MicroBatch, logprobs: list[torch.Tensor], name: str, report: Report) -> None:
+    """Mean and maximum of |logged - recomputed| over the sampled tokens of the first micro-batches of all ranks."""
+    total, largest, tokens = 0.0, 0.0, 0
+    for segment, recomputed_R in zip(batch.segments, logprobs, strict=True):
+        gap_R = (segment.logged_R - recomputed_R).abs()[segment.weight_R != 0].double()
+        total, tokens = total + float(gap_R.sum()), tokens + len(gap_R)
+        largest = max(largest, float(gap_R.max())) if len(gap_R) else largest
+    total, tokens = reduce(torch.tensor([total, tokens], dtype=torch.float64), "sum").tolist()
+    largest = float(reduce(torch.tensor([largest], dtype=torch.float64), "max"))
+    report.metric(0, f"{name}_mean", None, total / max(tokens, 1))
+    report.metric(0, f"{name}_max", None, largest)
+
+
+def reduce(values: torch.Tensor, how: str) -> torch.Tensor:
+    """Sum or maximum over ranks of a float64 vector."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    values = values.to(device)
+    dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+    return values.cpu()
