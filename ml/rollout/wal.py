@@ -26,7 +26,7 @@ from ml.rollout.wal_format import LogHeader, StepEntry
 from ml.rollout.wal_recovery import Recovered, base_segment
 from schemas.errors import ContractError, OpdError, StoreError
 
-Upload = Callable[[int, bytes], None]
+Upload = Callable[[int, bytes], object]
 
 
 class Disk:
