@@ -10,10 +10,12 @@ flow, whichever way that ended.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +54,7 @@ def session(root: str, settings: Spark) -> SparkSession:
     from pyspark.sql import SparkSession
 
     scratch = tempfile.mkdtemp(prefix="opd-spark-")
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     options = {
         "spark.app.name": "opd",
         "spark.master": f"local[{settings.cores}]",

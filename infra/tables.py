@@ -123,10 +123,10 @@ def commit_slice(
 
 
 def delete_slices_from(spark: SparkSession, root: str, run_id: str, iteration: int) -> dict[str, int]:
-    """Delete the rows of a run from an iteration on, in every table but prompts. table name -> rows deleted."""
+    """Delete the rows of a run from an iteration on, in every table that has some. Table name -> rows deleted."""
     deleted = {}
     for name, spec in TABLES.items():
-        if "iteration" not in spec.slice_key or not table_exists(root, name):
+        if "iteration" not in spec.slice_key or not _has_slice_from(root, name, run_id, iteration):
             continue
         with _commit_lock(open_store(root), root, name) as lease:
             lease.check()
@@ -136,6 +136,13 @@ def delete_slices_from(spark: SparkSession, root: str, run_id: str, iteration: i
             )
             deleted[name] = int(result.collect()[0]["num_affected_rows"])
     return deleted
+
+
+def _has_slice_from(root: str, table: str, run_id: str, iteration: int) -> bool:
+    if not table_exists(root, table):
+        return False
+    parts = deltalake.DeltaTable(table_uri(root, table)).partitions()
+    return any(part["run_id"] == run_id and int(part["iteration"]) >= iteration for part in parts)
 
 
 def read_rows(
