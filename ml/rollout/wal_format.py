@@ -40,6 +40,11 @@ _SPILL = struct.Struct("<IIQ32sH")
 _FINISH = struct.Struct("<IIH")
 _SEAL = struct.Struct("<Q32s")
 
+SET_ASIDE = (
+    "move this segment and the later ones of its epoch away, then start the worker again: what they held is sampled "
+    "again and comes out the same"
+)
+
 #: (trajectory number, index of the first token in the response, token ids, raw and sampled log-probabilities)
 Numbers = Sequence[int] | Sequence[float] | np.ndarray
 StepEntry = tuple[int, int, Numbers, Numbers, Numbers]
@@ -198,13 +203,7 @@ def encode_seal(num_records: int, digest: bytes) -> bytes:
 
 
 def _bad(where: str, expected: str, found: str) -> FormatError:
-    return FormatError(
-        where,
-        expected=expected,
-        found=found,
-        safe="every other log, and the segments of this one in the store",
-        next_command="move this log's local folder away; the worker then continues from the store",
-    )
+    return FormatError(where, expected=expected, found=found, safe="the segments before it", next_command=SET_ASIDE)
 
 
 def _decoded(data: bytes, where: str) -> str:

@@ -45,6 +45,7 @@ class LoggedTrajectory:
 class Recovered:
     """A replayed log. trajectories: in order of admission, so that index = trajectory number."""
 
+    name: str
     header: fmt.LogHeader
     trajectories: list[LoggedTrajectory]
     last_sequence: int
@@ -57,6 +58,18 @@ class Recovered:
     @property
     def num_tokens(self) -> int:
         return sum(len(t.ids) for t in self.trajectories)
+
+    def require(self, acknowledged: Mapping[str, int]) -> None:
+        """FormatError unless each trajectory has the response tokens that were acknowledged from this copy."""
+        have = {t.trajectory_id: len(t.ids) for t in self.trajectories}
+        for trajectory_id, tokens in acknowledged.items():
+            found = have.get(trajectory_id, 0)
+            if found < tokens:
+                raise FormatError(
+                    f"{self.name}, trajectory {trajectory_id}", expected=f"{tokens} acknowledged tokens",
+                    found=f"{found}; {self.torn_bytes} bytes at the end of segment {self.num_segments - 1} do not hold",
+                    safe=f"the {found} tokens, and the segments in the store", next_command=fmt.SET_ASIDE,
+                )  # fmt: skip
 
 
 class _Replay:
@@ -140,14 +153,11 @@ class _Replay:
         return out
 
 
-def recover(
-    segments: Sequence[tuple[str, bytes]], name: str, *, acknowledged: Mapping[str, int] | None = None
-) -> Recovered:
+def recover(segments: Sequence[tuple[str, bytes]], name: str) -> Recovered:
     """Replays one log from (file name, bytes) of its segments in order of their numbers.
 
-    acknowledged: response tokens of each trajectory that somebody was told are durable in *this* copy of the log.
-    Raises FormatError, naming file and offset, for damage before the last durable record, for a log without its
-    whole first segment, and for acknowledged tokens that are not there.
+    Raises FormatError, naming file and offset, for damage before the last durable record and for a log without its
+    whole first segment.
     """
     last = len(segments) - 1
     scanned = [fmt.scan_segment(data, n, is_last=i == last and i > 0) for i, (n, data) in enumerate(segments)]
@@ -156,18 +166,9 @@ def recover(
         replay.add(record)
         last_sequence = record.sequence
     trajectories = replay.trajectories(name)
-    have = {t.trajectory_id: len(t.ids) for t in trajectories}
-    for trajectory_id, tokens in (acknowledged or {}).items():
-        if have.get(trajectory_id, 0) < tokens:
-            raise FormatError(
-                f"{name}, {scanned[-1].name}, trajectory {trajectory_id}", expected=f"{tokens} acknowledged tokens",
-                found=f"{have.get(trajectory_id, 0)}; {scanned[-1].torn_bytes} bytes at the end do not hold",
-                safe="the segments of this log in the store",
-                next_command="move this log's local folder away; the worker then continues from the store",
-            )  # fmt: skip
     header = scanned[0].header
     assert header is not None  # segment 0 was scanned as one that must be whole
-    return Recovered(header.log, trajectories, last_sequence, len(segments), scanned[-1].torn_bytes)
+    return Recovered(name, header.log, trajectories, last_sequence, len(segments), scanned[-1].torn_bytes)
 
 
 def read_folder(folder: Path) -> list[tuple[str, bytes]]:

@@ -158,7 +158,7 @@ def test_truncation_at_every_byte(log):
             tokens = recover(cut, "log").num_tokens if index == 2 else num_tokens
             if tokens < num_tokens:
                 with pytest.raises(FormatError, match="acknowledged tokens"):
-                    recover(cut, "log", acknowledged=acknowledged)
+                    recover(cut, "log").require(acknowledged)
     assert counts["prefix"] == len(segments[2][1])
 
 
@@ -243,7 +243,7 @@ def test_segments_missing_doubled_or_swapped_are_refused(log):
     # A lost tail of whole segments looks like an older log; only the acknowledged counts tell.
     assert outcome(segments[:2], history) == "prefix"
     with pytest.raises(FormatError, match="acknowledged tokens"):
-        recover(segments[:2], "log", acknowledged={"a": 4})
+        recover(segments[:2], "log").require({"a": 4})
 
 
 def test_recovery_is_repeatable_and_changes_nothing(log, tmp_path):
@@ -521,7 +521,8 @@ def test_killed_writers_lose_nothing_that_they_told(tmp_path):
             _, name, count = line.split()
             if name != "open":
                 acknowledged[name] = max(acknowledged.get(name, 0), int(count))
-        recovered = recover(read_folder(tmp_path / str(epoch)), "log", acknowledged=acknowledged)
+        recovered = recover(read_folder(tmp_path / str(epoch)), "log")
+        recovered.require(acknowledged)
         for t in recovered.trajectories:
             want = [token_of(t.trajectory_id, i) for i in range(len(t.ids))]
             assert list(zip(t.ids.tolist(), t.logprobs_raw.tolist(), strict=True)) == want
