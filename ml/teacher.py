@@ -1,0 +1,72 @@
+"""A teacher's only product: the final-norm states that predict each response token. Logits are never formed.
+
+Row i of a trajectory is the state that predicts response token i: the last context token's state predicts token 0,
+and the last response token is read by nobody. Rows do not depend on which trajectories share a forward pass.
+
+Letters: N packed tokens, E teacher width, T response tokens of one trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ml.model import PackedCausal, Transformer
+from schemas.errors import ContractError
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a teacher reads of one trajectory: its own context, then the response unchanged. Both are non-empty."""
+
+    context_ids: Sequence[int]
+    response_ids: Sequence[int]
+
+
+def hidden_states(model: Transformer, readings: Iterable[Reading], *, batch_tokens: int) -> Iterator[torch.Tensor]:
+    """One bf16 tensor [T, E] a reading, in order; a forward pass takes up to batch_tokens tokens, at least one reading.
+
+    Raises ContractError for an empty side, a sequence beyond the model's positions, an id without an embedding row,
+    or a state that is not finite.
+    """
+    batch: list[Reading] = []
+    num_tokens = 0
+    for index, reading in enumerate(readings):
+        length = _check(model, reading, index)
+        if batch and num_tokens + length > batch_tokens:
+            yield from _read_batch(model, batch)
+            batch, num_tokens = [], 0
+        batch.append(reading)
+        num_tokens += length
+    if batch:
+        yield from _read_batch(model, batch)
+
+
+def _check(model: Transformer, reading: Reading, index: int) -> int:
+    """Tokens that the model reads: all but the last, which predicts nothing of the response."""
+    where = f"trajectory {index} of the teacher's input"
+    if not reading.context_ids or not reading.response_ids:
+        raise ContractError(where, expected="a context and a response", found="an empty one")
+    length = len(reading.context_ids) + len(reading.response_ids) - 1
+    if length > model.config.max_positions:
+        raise ContractError(where, expected=f"up to {model.config.max_positions} positions", found=f"{length}")
+    largest = max(max(reading.context_ids), max(reading.response_ids))
+    if min(min(reading.context_ids), min(reading.response_ids)) < 0 or largest >= model.config.vocab_rows:
+        raise ContractError(where, expected=f"ids below {model.config.vocab_rows}", found=f"{largest}")
+    return length
+
+
+@torch.no_grad()
+def _read_batch(model: Transformer, batch: list[Reading]) -> list[torch.Tensor]:
+    sequences = [[*r.context_ids, *r.response_ids][:-1] for r in batch]
+    device = model.head_weight.device
+    cu_tokens = [0, *accumulate(len(s) for s in sequences)]
+    ids_N = torch.tensor([i for s in sequences for i in s], device=device)
+    positions_N = torch.cat([torch.arange(len(s), device=device) for s in sequences])
+    h_NE = model(ids_N, positions_N, PackedCausal(cu_tokens)).to(torch.bfloat16)
+    if not torch.isfinite(h_NE).all():
+        raise ContractError("the teacher's hidden states", expected="finite numbers", found="NaN or infinity")
+    return [h_NE[end - len(r.response_ids) : end].cpu() for r, end in zip(batch, cu_tokens[1:], strict=True)]

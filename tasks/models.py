@@ -1,0 +1,63 @@
+"""Model folders before anything runs: where they are, and whether student and teachers fit together.
+
+Reads headers and JSON only: no torch, and no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ml.model_files import CONFIG, EMBEDDING, HEAD, file_header, model_digest, read_config, tensor_files
+from schemas.errors import ConfigError, ContractError, FormatError
+from tasks.text import Tokenizer
+
+__all__ = ["model_digest", "resolve_model", "teacher_checks"]
+
+
+def resolve_model(path: str | Path) -> Path:
+    """Absolute path of a model folder. Raises ConfigError when it is not one."""
+    folder = Path(path).expanduser().absolute()
+    if not (folder / CONFIG).is_file():
+        found = "a folder without config.json" if folder.is_dir() else "no such folder"
+        raise ConfigError(f"model {path}", expected="a Hugging Face model folder (safetensors)", found=found)
+    return folder
+
+
+def teacher_checks(student: Path, teachers: Mapping[str, Path]) -> int:
+    """Checks that every teacher (id -> folder) can teach the student; gives V, the shared vocabulary size.
+
+    V is the size of the student's tokenizer. Raises ContractError naming both sides when a tokenizer differs or a
+    head has fewer rows than V, FormatError when a head's shape is not what its own config.json says.
+    """
+    tokenizer = Tokenizer.load(student)
+    _check_head(student, tokenizer.vocab_size)
+    for teacher_id, folder in sorted(teachers.items()):
+        other = Tokenizer.load(folder)
+        if other.fingerprint != tokenizer.fingerprint:
+            raise ContractError(
+                f"teacher {teacher_id}, tokenizer of {folder}",
+                expected=f"the student's ({student}): {tokenizer.vocab_size} tokens, {tokenizer.fingerprint[:16]}",
+                found=f"{other.vocab_size} tokens, {other.fingerprint[:16]}",
+                safe="nothing was sampled",
+            )
+        _check_head(folder, tokenizer.vocab_size)
+    return tokenizer.vocab_size
+
+
+def _check_head(folder: Path, vocab_size: int) -> None:
+    config = read_config(folder)
+    name = EMBEDDING if config.get("tie_word_embeddings") else HEAD
+    files = tensor_files(folder)
+    spec = file_header(files[name]).get(name) if name in files else None
+    if spec is None:
+        raise FormatError(f"{folder}, tensor {name}", expected="a head", found="no such tensor")
+    own = (config.get("vocab_size"), config.get("hidden_size"))
+    if spec.shape != own:
+        raise FormatError(
+            f"{files[name]}, tensor {name}", expected=f"{own}, as config.json says", found=f"{spec.shape}"
+        )
+    if spec.shape[0] < vocab_size:
+        raise ContractError(
+            f"{files[name]}, tensor {name}", expected=f"a row for each of {vocab_size} tokens", found=f"{spec.shape[0]}"
+        )
