@@ -147,18 +147,20 @@ def schedule(
         step.setdefault((row["micro_batch"], row["rank_slot"]), []).append(row)
     heldout = [key for key in packs if key[0] == "heldout"]
     steps = sorted(key for key in packs if key[0] == "train" and key[1] >= first_step)
-    order: list[tuple[Phase, tuple[str, int]]] = []
-    order += [("before", key) for key in heldout if first_step == 0]
-    order += [("train", key) for key in steps]
-    order += [("after", key) for key in heldout]
+    order: tuple[tuple[Phase, list[tuple[str, int]]], ...] = (
+        ("before", heldout if first_step == 0 else []),
+        ("train", steps),
+        ("after", heldout),
+    )
     frames: list[Frame] = []
-    for phase, key in order:
-        frames += _waves(phase, key, packs[key], trajectories, hidden, ranks)
+    for phase, mini_batches in order:
+        for key in mini_batches:
+            frames += _waves(phase, key, packs[key], trajectories, hidden, ranks)
     return frames
 
 
 def _waves(phase, key, packs, trajectories, hidden, ranks) -> Iterator[Frame]:
-    """Frames of one mini-batch, padded with empty ones so that every rank has the same number."""
+    """Frames of one mini-batch, padded with empty ones so that every rank has the same number of micro-batches."""
     where = f"plan, {key[0]}, step {key[1]}"
     denominators = {row["denominator_tokens"] for rows in packs.values() for row in rows}
     if len(denominators) != 1 or min(denominators) < 1:
@@ -166,8 +168,12 @@ def _waves(phase, key, packs, trajectories, hidden, ranks) -> Iterator[Frame]:
     denominator = denominators.pop()
     num_micro_batches = 1 + max(micro_batch for micro_batch, _ in packs)
     num_slots = 1 + max(slot for _, slot in packs)
-    for micro_batch in range(num_micro_batches):
-        for slot in range(-(-num_slots // ranks) * ranks):
+    waves = ((m, first) for m in range(num_micro_batches) for first in range(0, num_slots, ranks))
+    for micro_batch, first in waves:
+        slots = range(first, first + ranks)
+        if not any((micro_batch, slot) in packs for slot in slots):
+            continue
+        for slot in slots:
             rows = packs.get((micro_batch, slot), [])
             sequences = _sequences(rows, trajectories, hidden, f"{where}, slot {slot}, micro-batch {micro_batch}")
             yield Frame(phase, key[1], micro_batch, slot, denominator, sequences)

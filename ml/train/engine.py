@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from ml.train.loss import Student
 from schemas.errors import ContractError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,16 +48,15 @@ def join_ranks(device: torch.device) -> tuple[int, int]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return dist.get_rank(), dist.get_world_size()
 
 
 class TrainEngine:
     """Trains one module. steps_done: optimizer steps of the run so far, for the warm-up."""
 
-    def __init__(
-        self, module: nn.Module, settings: EngineSettings, *, device: torch.device, steps_done: int = 0
-    ) -> None:
+    def __init__(self, module: Student, settings: EngineSettings, *, device: torch.device, steps_done: int = 0) -> None:
         self._settings, self._device, self._steps_done = settings, device, steps_done
         self._engine = _initialize(module.to(device), settings, device)
 
@@ -65,7 +64,7 @@ class TrainEngine:
         return self._engine(*arguments, **options)
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Student:
         return self._engine.module
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -108,7 +107,7 @@ class TrainEngine:
             for moment in MOMENTS:
                 yield f"{moment}.{name}", _cpu(safe_get_full_optimizer_state(parameter, moment))
 
-    def load_moments(self, read: Any, steps: int) -> None:
+    def load_moments(self, read: Callable[[str], torch.Tensor], steps: int) -> None:
         """Continue Adam with moments from read(key) -> whole tensor, before the first step here.
 
         steps: updates that made them, for the bias correction. Works for any number of ranks and either stage.
@@ -140,7 +139,7 @@ class TrainEngine:
         self._engine.destroy()
 
 
-def _initialize(module: nn.Module, settings: EngineSettings, device: torch.device) -> Any:
+def _initialize(module: Student, settings: EngineSettings, device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.type == "cuda" else "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed asks for it even when it sets up no group
     import deepspeed

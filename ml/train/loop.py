@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ml.train.batches import Frame
+from ml.train.batches import Frame, Phase
 from ml.train.engine import TrainEngine
 from ml.train.heads import TeacherHeads
 from ml.train.loader import MicroBatch, RankBatches
@@ -31,8 +31,7 @@ class Report:
 
 @dataclass
 class Tally:
-    """Sums over one mini-batch. kl_T, tokens_T, loads_T: by teacher. mismatch: sum, tokens and maximum, once for
-    the sampler's precision and once as trained."""
+    """Sums over one mini-batch of this rank. kl_T, tokens_T (sampled ones), loads_T (of heads): by teacher."""
 
     num_teachers: int
     loss: float = 0.0
@@ -50,17 +49,17 @@ class Tally:
             self.tokens_T[segment.teacher_index] += int((segment.weight_R != 0).sum())
 
     def report(self, metric, step: int, kl_name: str) -> None:
+        """Metrics over all ranks, by teacher and over all of them (teacher_index None)."""
         sums = reduce(torch.cat([self.kl_T, self.tokens_T, torch.tensor([self.loss], dtype=torch.float64)]), "sum")
-        kl_T, tokens_T = sums[: self.num_teachers], sums[self.num_teachers : -1]
+        kl_T, tokens_T, loss = sums[: self.num_teachers], sums[self.num_teachers : -1], float(sums[-1])
+        loads_T = reduce(self.loads_T, "max")
+        metric(step, kl_name, None, float(kl_T.sum() / tokens_T.sum()))
         for teacher in tokens_T.nonzero().flatten().tolist():
             metric(step, kl_name, teacher, float(kl_T[teacher] / tokens_T[teacher]))
-        metric(step, f"{kl_name}_all", None, float(kl_T.sum() / tokens_T.sum()))
         if kl_name == "kl":
-            metric(step, "loss", None, float(sums[-1]))
-            metric(step, "loss_rows", None, float(tokens_T.sum()))
-            loads_T = reduce(self.loads_T, "max")
-            for teacher in tokens_T.nonzero().flatten().tolist():
-                metric(step, "head_loads", teacher, float(loads_T[teacher]))
+            metric(step, "loss", None, loss)
+            metric(step, "loss_tokens", None, float(tokens_T.sum()))
+            metric(step, "head_loads", None, float(loads_T.max()))
 
 
 def train(
@@ -92,7 +91,10 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(engine, batches, heads, report: Report, num_teachers: int, phase, step: int) -> None:
+def evaluate(
+    engine: TrainEngine, batches: RankBatches, heads: TeacherHeads, report: Report,
+    num_teachers: int, phase: Phase, step: int,
+) -> None:  # fmt: skip
     """KL on the held-out packs; `step` is the number of updates that the measured student has seen."""
     tally = Tally(num_teachers)
     seen = False
@@ -103,13 +105,13 @@ def evaluate(engine, batches, heads, report: Report, num_teachers: int, phase, s
         seen = True
     heads.take_loads()
     if seen:
-        tally.report(report.metric, step, "heldout_kl")
+        tally.report(report.metric, step, f"heldout_kl_{phase}")
 
 
 @torch.no_grad()
 def sampler_logprobs(engine: TrainEngine, batch: MicroBatch, compute: torch.dtype) -> list[torch.Tensor]:
     """Raw log-probabilities of the response tokens by the inference path in the sampler's precision."""
-    with computing_in(engine.module, compute):
+    with computing_in(engine.module.transformer, compute):
         return engine(batch, None, want_logprobs=True)[2]
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from kernels.linear_kl import Divergence, linear_kl
-from ml.linear import dense_precision, row_invariant_logits, weight_values
+from ml.linear import Linear, Precision, dense_precision, row_invariant_logits, weight_values
 from ml.model import PackedCausal, Transformer
 from ml.train.heads import TeacherHeads
 from ml.train.loader import MicroBatch
+from schemas.errors import ContractError
 
 _BYTES_PER_LOGPROB = 12  # an fp32 logit, its share of the log-softmax and the row-invariant product's padding
 
@@ -45,7 +46,7 @@ class StudentHead(nn.Module):
     def __init__(self, transformer: Transformer, settings: LossSettings) -> None:
         super().__init__()
         self.weight = transformer.head_weight
-        self.precision = dense_precision(transformer.precision)
+        self.precision: Precision = dense_precision(transformer.precision)
         self.settings = settings
 
     def forward(
@@ -64,11 +65,19 @@ class StudentHead(nn.Module):
             return self._no_loss(h_ND, w_VD), [], logprobs
         losses, kls = [], []
         for segment in batch.segments:
+            u_VE = heads.use(segment.teacher_index)
+            if u_VE.shape[1] != segment.hidden_RE.shape[1]:
+                raise ContractError(
+                    f"teacher {segment.teacher_index}",
+                    expected=f"hidden states as wide as its head, {u_VE.shape[1]}",
+                    found=str(segment.hidden_RE.shape[1]),
+                    next_command="rerun the teach stage",
+                )
             loss, kl_R = linear_kl(
                 h_ND[segment.rows_R],
                 w_VD,
                 segment.hidden_RE,
-                heads.use(segment.teacher_index),
+                u_VE,
                 segment.weight_R / batch.frame.denominator_tokens,
                 divergence=self.settings.divergence,
                 temperature=self.settings.temperature,
@@ -113,12 +122,12 @@ class Student(nn.Module):
 @contextmanager
 def computing_in(transformer: Transformer, compute: torch.dtype) -> Iterator[None]:
     """Run products in another dtype for a while: the sampler's, to recompute what it logged."""
-    modules = [m for m in transformer.modules() if hasattr(m, "compute")]
-    before = [m.compute for m in modules]
-    for module in modules:
-        module.compute = compute  # pyright: ignore[reportAttributeAccessIssue]
+    modules = [m for m in transformer.modules() if isinstance(m, Linear | Transformer)]
+    before = transformer.compute
     try:
+        for module in modules:
+            module.compute = compute
         yield
     finally:
-        for module, dtype in zip(modules, before, strict=True):
-            module.compute = dtype  # pyright: ignore[reportAttributeAccessIssue]
+        for module in modules:
+            module.compute = before

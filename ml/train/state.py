@@ -1,0 +1,146 @@
+"""Folders of named fp32 tensors with a completeness marker: mid-plan checkpoints and the optimizer's moments.
+
+    FOLDER/tensors-00000.safetensors ...    whole tensors by name, so that any number of ranks can continue
+    FOLDER/state.json                       {"facts": {...}, "files": {NAME: {"bytes": n, "sha256": "..."}}}
+
+state.json is the marker: it is written last, after every file has been synced, and names what it vouches for. A
+folder without it is no checkpoint. DeepSpeed's own checkpoints are written in place, bound to a number of ranks, and
+their `latest` file vouches for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from schemas.errors import FormatError, StoreError
+from schemas.keys import canonical_json
+
+MARKER = "state.json"
+_SHARD_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class State:
+    """A complete, verified folder. facts: what the writer noted, JSON values."""
+
+    folder: Path
+    facts: dict[str, Any]
+    files: dict[str, Path]  # tensor name -> file
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor. Raises FormatError when the state has none of that name."""
+        if name not in self.files:
+            raise FormatError(str(self.folder), expected=f"tensor {name}", found="no such tensor")
+        with safe_open(self.files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+
+def save_state(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], facts: dict[str, Any]) -> None:
+    """Write a folder that appears complete or not at all. Raises StoreError when the disk refuses."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise StoreError(str(folder), expected="a folder that can be written", found=str(error)) from error
+    try:
+        files = _write_tensors(partial, tensors)
+        _write_synced(partial / MARKER, canonical_json({"facts": facts, "files": files}))
+        _sync(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(
+            str(folder), expected="a checkpoint written", found=str(error), safe="earlier checkpoints"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_state(folder: Path) -> State | None:
+    """The state of a complete folder, its files verified; None without a marker.
+
+    Raises FormatError when a file differs from what the marker vouches for.
+    """
+    try:
+        marker = json.loads((folder / MARKER).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise FormatError(str(folder / MARKER), expected="JSON", found=str(error)) from error
+    files: dict[str, Path] = {}
+    for name, entry in marker["files"].items():
+        path = folder / name
+        size = path.stat().st_size if path.exists() else -1
+        if size != entry["bytes"] or _sha256(path) != entry["sha256"]:
+            raise FormatError(
+                str(path),
+                expected=f"{entry['bytes']} bytes with SHA-256 {entry['sha256']}",
+                found=f"{size} bytes" if size != entry["bytes"] else "other bytes",
+                safe="the student that this iteration started from",
+                next_command=f"remove {folder} and start the train stage again",
+            )
+        with safe_open(path, framework="pt") as file:
+            files.update(dict.fromkeys(file.keys(), path))
+    return State(folder, marker["facts"], files)
+
+
+def newest_state(base: Path, prefix: str) -> State | None:
+    """The complete folder BASE/PREFIXnnnnnn with the largest number, or None."""
+    numbered = [(p.name.removeprefix(prefix), p) for p in base.glob(f"{prefix}*")]
+    for _, folder in sorted([(int(n), p) for n, p in numbered if n.isdecimal()], reverse=True):
+        state = load_state(folder)
+        if state is not None:
+            return state
+    return None
+
+
+def _write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
+    files: dict[str, dict[str, Any]] = {}
+    shard: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        path = folder / f"tensors-{len(files):05d}.safetensors"
+        save_file(shard, path)
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > _SHARD_BYTES:
+            flush()
+        shard[name] = tensor.contiguous()
+    flush()
+    return files
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,372 @@
+"""The shared-memory loader: what it yields, what it refuses, and that it neither leaks nor hangs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ml.train import loader as loader_module
+from ml.train.batches import layout, schedule
+from ml.train.loader import NodeLoader, RankBatches
+from schemas import shards
+from schemas.errors import ConfigError, ContractError, FormatError, StoreError
+from tests.training_world import Blobs, World, make_world, plan_rows
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+def small_world(**options) -> World:
+    return make_world([(3, 4), (1, 1), (5, 300), (2, 7), (4, 2), (9, 5)], {0: 8, 1: 6}, vocab=50, **options)
+
+
+def small_plan(world: World) -> list[dict]:
+    steps = [
+        [[("t000", 0, 1.0), ("t002", 0, 0.5)], [("t001", 0, 1.0), ("t003", 1, 2.0)], [("t000", 1, 1.0)]],
+        [[("t004", 0, 1.0)], [("t005", 1, 1.0)]],
+    ]
+    return plan_rows(world, steps, slots=2) + plan_rows(world, [[[("t005", 0, 1.0)]]], slots=2, split="heldout")
+
+
+def frames_of(world: World, plan: list[dict], ranks: int, **options):
+    return schedule(plan, world.trajectory_rows, world.hidden_rows, ranks=ranks, **options)
+
+
+def phases(plan: list[dict]) -> list[tuple[str, int]]:
+    steps = sorted({r["step"] for r in plan if r["split"] == "train"})
+    heldout = any(r["split"] == "heldout" for r in plan)
+    return [("before", 0)] * heldout + [("train", s) for s in steps] + [("after", 0)] * heldout
+
+
+def walk(tmp_path: Path, world: World, plan: list[dict], ranks: int, loader_bytes: int = 1 << 20) -> list[list[dict]]:
+    """Everything that each rank sees, copied out. Ranks are threads here, each with its own mapping."""
+    frames = frames_of(world, plan, ranks)
+    loader = NodeLoader(frames, world.blobs, ranks=ranks, loader_bytes=loader_bytes, job_id="test", root=tmp_path)
+    seen: list[list[dict]] = [[] for _ in range(ranks)]
+
+    def consume(rank: int) -> None:
+        batches = RankBatches(loader.folder, frames, rank=rank, ranks=ranks, device=CPU)
+        for phase, step in phases(plan):
+            for batch in batches.mini_batch(phase, step):
+                seen[rank].append(
+                    {
+                        "phase": phase, "step": step, "frame": batch.frame, "ids": batch.ids_N.tolist(),
+                        "positions": batch.positions_N.tolist(), "cu": list(batch.cu_tokens),
+                        "segments": [
+                            (s.teacher_index, s.rows_R.tolist(), s.response_R.tolist(), s.weight_R.tolist(),
+                             s.logged_R.tolist(), s.hidden_RE.view(torch.uint16).numpy().copy())
+                            for s in batch.segments
+                        ],
+                    }
+                )  # fmt: skip
+
+    threads = [threading.Thread(target=consume, args=(rank,)) for rank in range(ranks)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a rank hangs"
+    finally:
+        loader.close()
+    return seen
+
+
+def check_batch(world: World, batch: dict) -> None:
+    """Against the trajectories themselves, token by token."""
+    sequences = batch["frame"].sequences
+    ids, positions, cu, expected = [], [], [0], {}
+    for sequence in sequences:
+        t = world.trajectories[sequence.trajectory_id]
+        for i, token in enumerate(t.response):
+            expected.setdefault(sequence.teacher_index, []).append(
+                (len(ids) + len(t.prompt) + i - 1, int(token), sequence.weight * int(t.mask[i]), t.logged[i],
+                 t.hidden[sequence.teacher_index][i].tolist())
+            )  # fmt: skip
+        ids += [*t.prompt.tolist(), *t.response.tolist()]
+        positions += range(t.length)
+        cu.append(len(ids))
+    assert (batch["ids"], batch["positions"], batch["cu"]) == (ids, positions, cu)
+    found = {
+        teacher: list(zip(rows, response, weight, logged, hidden.tolist(), strict=True))
+        for teacher, rows, response, weight, logged, hidden in batch["segments"]
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_plan_row_reaches_one_rank_whole(tmp_path, ranks):
+    world = small_world()
+    plan = small_plan(world)
+    seen = walk(tmp_path, world, plan, ranks)
+    assert {len(batches) for batches in seen} == {{1: 7, 2: 5, 3: 5}[ranks]}  # waves without a pack are left out
+    rows = []
+    for rank, batches in enumerate(seen):
+        for batch in batches:
+            if batch["frame"].sequences:
+                check_batch(world, batch)
+            else:
+                assert (batch["ids"], batch["cu"], batch["segments"]) == ([0], [0, 1], [])
+            assert batch["frame"].slot % ranks == rank
+            rows += [(batch["phase"], batch["step"], s.trajectory_id, s.teacher_index)
+                     for s in batch["frame"].sequences]  # fmt: skip
+    train = [("train", r["step"], r["trajectory_id"], r["teacher_index"]) for r in plan if r["split"] == "train"]
+    assert sorted(rows) == sorted([*train, ("before", 0, "t005", 0), ("after", 0, "t005", 0)])
+    assert list(tmp_path.glob("opd-loader-*-*")) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_plan_fits_the_smallest_ring_and_ends(tmp_path_factory, data):
+    count = data.draw(st.integers(1, 7))
+    lengths = [(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 40))) for _ in range(count)]
+    world = make_world(lengths, {0: 4, 1: 3}, vocab=9)
+    items = [(f"t{i:03d}", t, 1.0) for i in range(count) for t in data.draw(st.sampled_from([(0,), (1,), (0, 1)]))]
+    items.sort(key=lambda item: item[1])
+    packs, rest = [], items
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        packs, rest = [*packs, rest[:size]], rest[size:]
+    plan = plan_rows(world, [packs, packs[::-1]], slots=data.draw(st.integers(1, 4)))
+    ranks = data.draw(st.integers(1, 3))
+    sizes = [layout(f)[1] if f.sequences else 0 for f in frames_of(world, plan, ranks)]
+    smallest = max(sum(sizes[i : i + ranks]) for i in range(0, len(sizes), ranks)) + max(sizes)
+    seen = walk(tmp_path_factory.mktemp("ring"), world, plan, ranks, loader_bytes=smallest)
+    for batch in (b for batches in seen for b in batches if b["frame"].sequences):
+        check_batch(world, batch)
+
+
+def test_a_budget_below_one_wave_names_the_setting(tmp_path):
+    world = small_world()
+    with pytest.raises(ConfigError, match=r"train\.loader_bytes"):
+        NodeLoader(frames_of(world, small_plan(world), 2), world.blobs, ranks=2, loader_bytes=4096, job_id="x",
+                   root=tmp_path)  # fmt: skip
+    assert list(tmp_path.glob("opd-loader-*-*")) == []
+
+
+def test_a_long_trajectory_may_lie_in_several_objects(tmp_path):
+    world = small_world()
+    whole = next(r for r in world.hidden_rows if (r["trajectory_id"], r["teacher_index"]) == ("t002", 0))
+    states = world.trajectories["t002"].hidden[0]
+    world.hidden_rows.remove(whole)
+    for first, last in ((100, 300), (0, 100)):
+        key = f"teach/part-{first}"
+        padding = np.zeros((5, 8), np.uint16)
+        world.blobs.objects[key] = shards.encode(
+            {"hidden": ("BF16", np.concatenate([padding, states[first:last]]))}
+        )  # fmt: skip
+        world.hidden_rows.append(
+            whole
+            | {"first_token_row": first, "first_object_row": 5, "rows": last - first, "object_key": key,
+               "block_crcs": shards.block_crcs(states[first:last])}
+        )  # fmt: skip
+    batches = walk(tmp_path, world, small_plan(world), 1)[0]
+    assert len([b for b in batches if b["frame"].sequences]) == 7
+    for batch in batches:
+        check_batch(world, batch)
+
+
+# --- damage and disagreement
+
+
+def failure_of(tmp_path: Path, world: World, plan: list[dict]) -> BaseException:
+    frames = frames_of(world, plan, 1)
+    loader = NodeLoader(frames, world.blobs, ranks=1, loader_bytes=1 << 20, job_id="bad", root=tmp_path)
+    try:
+        batches = RankBatches(loader.folder, frames, rank=0, ranks=1, device=CPU)
+        with pytest.raises(BaseException) as caught:  # noqa: PT011 - the caller checks the kind
+            for phase, step in phases(plan):
+                for _ in batches.mini_batch(phase, step):
+                    continue
+        return caught.value
+    finally:
+        loader.close()
+
+
+def test_a_flipped_hidden_byte_is_refused_by_block(tmp_path):
+    world = small_world()
+    data = bytearray(world.blobs.objects["teach/hidden-0.safetensors"])
+    row = next(r for r in world.hidden_rows if (r["trajectory_id"], r["teacher_index"]) == ("t002", 0))
+    data[4096 + (row["first_object_row"] + 280) * 16] ^= 1
+    world.blobs.objects["teach/hidden-0.safetensors"] = bytes(data)
+    error = failure_of(tmp_path, world, small_plan(world))
+    assert isinstance(error, FormatError)
+    assert "block 1" in str(error)
+
+
+def test_a_changed_token_shard_is_refused(tmp_path):
+    world = small_world()
+    data = bytearray(world.blobs.objects["rollout/tokens.safetensors"])
+    data[-1] ^= 1
+    world.blobs.objects["rollout/tokens.safetensors"] = bytes(data)
+    error = failure_of(tmp_path, world, small_plan(world))
+    assert isinstance(error, FormatError)
+    assert "rollout/tokens.safetensors" in str(error)
+
+
+def test_a_cut_hidden_object_is_refused(tmp_path):
+    world = small_world()
+    world.blobs.objects["teach/hidden-1.safetensors"] = world.blobs.objects["teach/hidden-1.safetensors"][:-10]
+    assert isinstance(failure_of(tmp_path, world, small_plan(world)), FormatError)
+
+
+def test_a_store_that_fails_reaches_the_rank_as_itself(tmp_path):
+    world = small_world()
+
+    class Dead(Blobs):
+        def get_range(self, key, start, length):
+            raise StoreError(key, expected="an answer", found="none", next_command="check the endpoint")
+
+    world.blobs = Dead(world.blobs.objects)
+    error = failure_of(tmp_path, world, small_plan(world))
+    assert isinstance(error, StoreError)
+    assert error.next_command == "check the endpoint"
+
+
+def test_a_bug_in_the_fetcher_is_no_silence(tmp_path):
+    world = small_world()
+
+    class Broken(Blobs):
+        def get(self, key):
+            raise ZeroDivisionError("oops")
+
+    world.blobs = Broken(world.blobs.objects)
+    assert "ZeroDivisionError: oops" in str(failure_of(tmp_path, world, small_plan(world)))
+
+
+def bad_rows(world: World, kind: str) -> None:
+    if kind == "no hidden states":
+        world.hidden_rows[:] = [r for r in world.hidden_rows if r["trajectory_id"] != "t003"]
+    elif kind == "hidden states too short":
+        world.hidden_rows[0]["rows"] -= 1
+    elif kind == "no trajectory":
+        world.trajectory_rows.pop(0)
+    elif kind == "another dtype":
+        world.hidden_rows[0]["dtype"] = "F32"
+    else:
+        world.trajectory_rows[0]["response_tokens"] += 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["no hidden states", "hidden states too short", "no trajectory", "another dtype", "another length"]
+)
+def test_rows_that_disagree_are_refused_before_anything_is_read(kind):
+    world = small_world()
+    plan = small_plan(world)
+    bad_rows(world, kind)
+    with pytest.raises(ContractError, match=r"t00[03]"):
+        frames_of(world, plan, 1)
+
+
+def test_two_denominators_of_one_step_are_refused():
+    world = small_world()
+    plan = small_plan(world)
+    plan[0]["denominator_tokens"] += 1
+    with pytest.raises(ContractError, match="denominator"):
+        frames_of(world, plan, 1)
+
+
+def test_continuing_a_plan_leaves_out_what_was_done():
+    world = small_world()
+    frames = frames_of(world, small_plan(world), 1, first_step=1)
+    assert {(f.phase, f.step) for f in frames} == {("train", 1), ("after", 0)}
+
+
+# --- shared memory itself
+
+
+def test_full_shared_memory_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(descriptor, offset, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    world = small_world()
+    with pytest.raises(StoreError, match="shared memory"):
+        NodeLoader(frames_of(world, small_plan(world), 1), world.blobs, ranks=1, loader_bytes=1 << 20, job_id="x",
+                   root=tmp_path)  # fmt: skip
+    assert list(tmp_path.glob("opd-loader-*-*")) == []
+
+
+_OWNER = """
+import sys, time
+from pathlib import Path
+import torch
+from tests.ml.test_loader import frames_of, small_plan, small_world
+from ml.train.loader import NodeLoader
+world = small_world()
+loader = NodeLoader(frames_of(world, small_plan(world), 1), world.blobs, ranks=1, loader_bytes=40_000, job_id="dies",
+                    root=Path(sys.argv[1]))
+print(loader.folder, flush=True)
+time.sleep(60)
+"""
+
+
+def start_owner(tmp_path: Path) -> tuple[subprocess.Popen, Path]:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", _OWNER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert owner.stdout is not None
+    return owner, Path(owner.stdout.readline().strip())
+
+
+def test_a_killed_owner_is_noticed_and_its_memory_reaped_by_the_next(tmp_path):
+    world = small_world()
+    plan = small_plan(world)
+    frames = frames_of(world, plan, 1)
+    owner, folder = start_owner(tmp_path)
+    batches = RankBatches(folder, frames, rank=0, ranks=1, device=CPU)
+    assert len(list(batches.mini_batch("before", 0))) == 1
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    # The ring held no more than the first frames: what was never fetched can never come.
+    with pytest.raises(StoreError, match="its lock free"):
+        for phase, step in phases(plan)[1:]:
+            list(batches.mini_batch(phase, step))
+    assert folder.exists()
+    other, second = start_owner(tmp_path)
+    try:
+        assert not folder.exists()
+        third = NodeLoader(frames, world.blobs, ranks=1, loader_bytes=1 << 20, job_id="b", root=tmp_path)
+        assert second.exists(), "a living owner's folder was reaped"
+        third.close()
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_damage_inside_the_ring_is_refused(tmp_path):
+    world = small_world()
+    plan = small_plan(world)
+    frames = frames_of(world, plan, 1)
+    loader = NodeLoader(frames, world.blobs, ranks=1, loader_bytes=1 << 20, job_id="x", root=tmp_path)
+    try:
+        batches = RankBatches(loader.folder, frames, rank=0, ranks=1, device=CPU)
+        deadline = time.monotonic() + 10
+        while loader._state(0) == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with open(loader.folder / "ring", "r+b") as file:
+            file.seek(1)
+            file.write(b"\xff")
+        with pytest.raises(FormatError, match="CRC"):
+            list(batches.mini_batch("before", 0))
+    finally:
+        loader.close()
+
+
+def test_the_error_file_is_whole_json(tmp_path):
+    loader_module._write_error(tmp_path / "error", ContractError("here", expected="a", found="b"))
+    assert json.loads((tmp_path / "error").read_text())["where"] == "here"
