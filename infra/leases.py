@@ -230,7 +230,7 @@ def _gone(store: ObjectStore, owned: str, lease: dict[str, Any], dead_after_seco
     if _process_ended(lease["owner"].get("process", {})):
         return True
     number = lease["epoch"]
-    poll_seconds = min(max(dead_after_seconds / 20, 0.01), 2.0)
+    poll_seconds = min(max(dead_after_seconds / 20, 0.01), 0.5)
     first = last = _heartbeat(store, owned, number)
     silent_seconds, seen = 0.0, time.monotonic()
     while True:

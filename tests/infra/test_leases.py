@@ -1,0 +1,448 @@
+"""Leases: one owner, one result, whatever dies, stops, races or gets no answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from infra import leases
+from infra.leases import Finished, Lease, acquire, finished, release
+from infra.store import LocalStore, ObjectStore
+from schemas import keys
+from schemas.errors import ContractError, FormatError, StoreError
+
+OWNED = "runs/r/00000/rollout/abc/p00000"
+
+
+def take(store: ObjectStore, name: str = "someone", dead_after: float = 3600.0, wait: bool = True) -> Lease:
+    lease = acquire(store, OWNED, owner={"name": name}, dead_after_seconds=dead_after, wait=wait)
+    assert isinstance(lease, Lease)
+    return lease
+
+
+def start(store: ObjectStore, code: str) -> subprocess.Popen[str]:
+    """A process with `store` and `OWNED` at hand, which prints one line when it is where the test wants it."""
+    head = f"""
+import os, sys, time
+from infra.leases import Finished, acquire, finished, release
+from infra.store import open_store
+from schemas.errors import ContractError
+store, OWNED = open_store({store.root!r}), {OWNED!r}
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", head + code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+
+
+def test_the_first_owner_gets_epoch_one_and_its_result_is_final(store: ObjectStore):
+    assert finished(store, OWNED) is None
+    lease = take(store)
+    assert (lease.owned, lease.epoch) == (OWNED, 1)
+    assert finished(store, OWNED) is None
+    lease.check()
+    lease.finish({"rows": 3})
+    assert finished(store, OWNED) == Finished(2, {"rows": 3})
+    assert acquire(store, OWNED, owner={}, dead_after_seconds=0.0) == Finished(2, {"rows": 3})
+    assert json.loads(store.get(keys.epoch(OWNED, 2)))["kind"] == "manifest"
+
+
+def test_finishing_twice_with_one_result_is_one_finish_and_with_another_is_refused(store: ObjectStore):
+    lease = take(store)
+    lease.finish({"rows": 3})
+    lease.finish({"rows": 3})
+    with pytest.raises(ContractError):
+        lease.finish({"rows": 4})
+    assert finished(store, OWNED) == Finished(2, {"rows": 3})
+
+
+def test_a_released_lease_is_taken_at_once_and_its_old_owner_cannot_finish(store: ObjectStore):
+    first = take(store)
+    first.heartbeat()
+    release(first)
+    release(first)
+    second = take(store)
+    assert second.epoch == 2
+    with pytest.raises(ContractError):
+        first.finish({"rows": 1})
+    second.finish({"rows": 2})
+    assert finished(store, OWNED) == Finished(3, {"rows": 2})
+
+
+def test_a_heartbeat_after_release_does_not_revive(store: ObjectStore):
+    first = take(store)
+    release(first)
+    first.heartbeat()
+    assert take(store).epoch == 2
+
+
+def test_a_silent_owner_is_superseded_after_the_time_and_not_before(store: ObjectStore):
+    first = take(store)
+    first.heartbeat()
+    began = time.monotonic()
+    second = take(store, "heir", dead_after=0.4)
+    assert time.monotonic() - began >= 0.4
+    assert second.epoch == 2
+    with pytest.raises(ContractError) as caught:
+        first.check()
+    assert "name heir" in caught.value.found
+    with pytest.raises(ContractError):
+        first.finish({})
+    second.check()
+
+
+def test_without_wait_a_live_owner_is_named(store: ObjectStore):
+    first = take(store, "campaign nightly")
+    first.start_heartbeat(0.02)
+    with pytest.raises(ContractError) as caught:
+        take(store, dead_after=30.0, wait=False)
+    assert "campaign nightly" in caught.value.found
+    assert str(os.getpid()) in caught.value.found
+    release(first)
+    assert take(store, dead_after=30.0, wait=False).epoch == 2
+
+
+def test_with_wait_the_result_of_the_live_owner_is_awaited(store: ObjectStore):
+    first = take(store)
+    first.start_heartbeat(0.02)
+    timer = threading.Timer(0.3, first.finish, [{"rows": 9}])
+    timer.start()
+    assert acquire(store, OWNED, owner={}, dead_after_seconds=30.0) == Finished(2, {"rows": 9})
+    timer.join()
+
+
+def test_a_block_left_by_an_exception_releases(store: ObjectStore):
+    with pytest.raises(KeyError), take(store):
+        raise KeyError
+    assert take(store).epoch == 2
+    assert not [t for t in threading.enumerate() if t.name.startswith("heartbeat")]
+
+
+def test_a_block_that_finished_stays_finished(store: ObjectStore):
+    with take(store) as lease:
+        lease.finish({"rows": 1})
+    assert finished(store, OWNED) == Finished(2, {"rows": 1})
+
+
+def test_the_process_of_an_owner_on_this_host_is_seen_to_be_dead(store: ObjectStore):
+    owner = start(store, "acquire(store, OWNED, owner={}, dead_after_seconds=9.0); print(1, flush=True); input()")
+    assert line(owner) == "1"
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    began = time.monotonic()
+    assert take(store, dead_after=3600.0, wait=False).epoch == 2
+    assert time.monotonic() - began < 60
+
+
+def _forge(store: ObjectStore, **process: Any) -> None:
+    owner = {"process": {**leases._this_process(), **process}}
+    body = {"kind": "lease", "epoch": 1, "nonce": "n", "owner": owner}
+    store.put(keys.epoch(OWNED, 1), keys.canonical_json(body))
+
+
+def test_another_process_that_got_the_same_pid_is_not_the_owner(store: ObjectStore):
+    _forge(store, pid_start="12345678901")
+    assert take(store, dead_after=3600.0).epoch == 2
+
+
+@pytest.mark.parametrize("elsewhere", ["host", "boot_id", "pid_namespace"])
+def test_a_pid_of_elsewhere_says_nothing(store: ObjectStore, elsewhere: str):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    _forge(store, **{elsewhere: "another", "pid": gone.pid, "pid_start": "1"})
+    began = time.monotonic()
+    assert take(store, dead_after=0.3).epoch == 2
+    assert time.monotonic() - began >= 0.3
+
+
+def _starter(store: ObjectStore, owned: str, barrier: threading.Barrier, owners: list[int], losers: list[int]) -> None:
+    """Try to own `owned`; the owner shows its life until the three others have given up."""
+    barrier.wait()
+    try:
+        lease = acquire(store, owned, owner={}, dead_after_seconds=10.0, wait=False)
+    except ContractError:
+        losers.append(0)
+        return
+    assert isinstance(lease, Lease)
+    owners.append(lease.epoch)
+    while len(losers) < 3:
+        lease.heartbeat()
+        time.sleep(0.002)
+
+
+def test_four_starters_in_the_same_moment_have_one_owner(store: ObjectStore):
+    for round_index in range(8):
+        owned = f"runs/{round_index}/lease"
+        barrier = threading.Barrier(4)
+        owners: list[int] = []
+        losers: list[int] = []
+        threads = [threading.Thread(target=_starter, args=(store, owned, barrier, owners, losers)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert owners == [1]
+        assert store.list(keys.epochs(owned)) == [keys.epoch(owned, 1)]
+
+
+def test_a_zombie_that_wakes_is_refused_and_its_objects_are_not_in_the_result(store: ObjectStore):
+    zombie = start(
+        store,
+        """
+lease = acquire(store, OWNED, owner={"name": "zombie"}, dead_after_seconds=0.5)
+lease.start_heartbeat(0.05)
+print("owner", flush=True)
+input()
+store.put(OWNED + "/e000001/rows.jsonl", b"late")
+try:
+    lease.finish({"rows_key": OWNED + "/e000001/rows.jsonl"})
+    print("finished", flush=True)
+except ContractError as error:
+    print(error.exit_status, "heir" in error.found, flush=True)
+""",
+    )
+    assert line(zombie) == "owner"
+    zombie.send_signal(signal.SIGSTOP)
+    heir = take(store, "heir", dead_after=0.5)
+    heir.finish({"rows_key": OWNED + "/e000002/rows.jsonl"})
+    zombie.send_signal(signal.SIGCONT)
+    assert zombie.stdin is not None
+    zombie.stdin.write("\n")
+    zombie.stdin.flush()
+    assert line(zombie) == "5 True"
+    assert zombie.wait() == 0
+    assert finished(store, OWNED) == Finished(3, {"rows_key": OWNED + "/e000002/rows.jsonl"})
+
+
+def test_a_pause_of_owner_and_observer_together_is_not_a_death(store: ObjectStore):
+    owner = start(
+        store,
+        """
+lease = acquire(store, OWNED, owner={}, dead_after_seconds=2.0)
+lease.start_heartbeat(0.05)
+print("owner", flush=True)
+input()
+lease.finish({"by": "owner"})
+""",
+    )
+    assert line(owner) == "owner"
+    observer = start(
+        store,
+        """
+print("watching", flush=True)
+print(acquire(store, OWNED, owner={}, dead_after_seconds=2.0).manifest["by"], flush=True)
+""",
+    )
+    assert line(observer) == "watching"
+    time.sleep(0.5)
+    for process in (owner, observer):
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(2.5)
+    observer.send_signal(signal.SIGCONT)
+    time.sleep(0.3)
+    owner.send_signal(signal.SIGCONT)
+    time.sleep(0.3)
+    assert owner.stdin is not None
+    owner.stdin.write("\n")
+    owner.stdin.flush()
+    assert line(observer) == "owner"
+    assert owner.wait() == 0
+    assert observer.wait() == 0
+
+
+class Interposed:
+    """The store itself, with something done before or after its n-th operation."""
+
+    def __init__(self, store: ObjectStore, before: dict[int, Callable[[], None]], lose_answer: bool = False) -> None:
+        self.root, self._store, self._before, self._lose_answer = store.root, store, before, lose_answer
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            if self.calls in self._before:
+                self._before[self.calls]()
+            answer = method(*args)
+            if name == "put_if_absent" and self._lose_answer:
+                self._lose_answer = False
+                raise StoreError(args[0], found="connection reset")
+            return answer
+
+        return call
+
+
+def test_whatever_happens_between_two_steps_of_an_acquire_the_newest_epoch_decides(tmp_path: Path):
+    """A rival takes the lease, or takes it and finishes, before each single store operation."""
+    outcomes = set()
+    for rival_finishes in (False, True):
+        for at in range(1, 12):
+            store = LocalStore(tmp_path / f"{rival_finishes}{at}")
+            release(take(store))
+
+            def rival(store: ObjectStore = store, finishes: bool = rival_finishes) -> None:
+                lease = take(store, "rival")
+                if finishes:
+                    lease.finish({"by": "rival"})
+                else:
+                    release(lease)
+
+            interposed = Interposed(store, {at: rival})
+            outcome = acquire(interposed, OWNED, owner={}, dead_after_seconds=0.0)  # pyright: ignore[reportArgumentType]
+            happened = interposed.calls >= at
+            if isinstance(outcome, Finished):
+                assert rival_finishes
+                assert outcome == finished(store, OWNED) == Finished(3, {"by": "rival"})
+            else:
+                assert not (happened and rival_finishes)
+                assert outcome.epoch == (3 if happened else 2)
+                outcome._store = store
+                outcome.check()
+            outcomes.add((happened, type(outcome).__name__))
+    assert outcomes == {(True, "Finished"), (True, "Lease"), (False, "Lease")}
+
+
+def test_a_lost_answer_is_resolved_by_the_nonce(store: ObjectStore):
+    lease = acquire(Interposed(store, {}, lose_answer=True), OWNED, owner={}, dead_after_seconds=9.0)  # pyright: ignore[reportArgumentType]
+    assert isinstance(lease, Lease)
+    assert lease.epoch == 1
+    lease._store = Interposed(store, {}, lose_answer=True)  # pyright: ignore[reportAttributeAccessIssue]
+    lease.finish({"rows": 1})
+    assert finished(store, OWNED) == Finished(2, {"rows": 1})
+
+
+def test_a_put_that_never_arrived_is_an_error_and_no_epoch(store: ObjectStore):
+    def unreachable() -> None:
+        raise StoreError("server", found="unreachable")
+
+    with pytest.raises(StoreError):
+        acquire(Interposed(store, {2: unreachable}), OWNED, owner={}, dead_after_seconds=9.0)  # pyright: ignore[reportArgumentType]
+    assert store.list(keys.epochs(OWNED)) == []
+
+
+def test_heartbeats_go_on_after_the_store_was_away(store: ObjectStore):
+    lease = take(store)
+
+    def away() -> None:
+        raise StoreError("server", found="unreachable")
+
+    interposed = Interposed(store, dict.fromkeys(range(1, 6), away))
+    lease._store = interposed  # pyright: ignore[reportAttributeAccessIssue]
+    lease.start_heartbeat(0.01)
+    deadline = time.monotonic() + 30
+    while store.head(keys.heartbeat(OWNED, 1)) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert interposed.calls > 5
+    release(lease)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b"null", b'{"kind":"lease"}', b'{"kind":"x","epoch":1,"nonce":"n","owner":{}}']
+)
+def test_a_damaged_epoch_object_is_named(store: ObjectStore, damage: bytes):
+    store.put(keys.epoch(OWNED, 1), damage)
+    for call in (lambda: take(store), lambda: finished(store, OWNED)):
+        with pytest.raises(FormatError) as caught:
+            call()
+        assert keys.epoch(OWNED, 1) in caught.value.where
+
+
+def test_a_strange_name_among_the_epochs_is_named(store: ObjectStore):
+    store.put(keys.epochs(OWNED) + "000001.json.bak", b"{}")
+    with pytest.raises(FormatError):
+        finished(store, OWNED)
+
+
+class Ownership(RuleBasedStateMachine):
+    """Any order of takeovers, heartbeats, checks, releases and finishes, against a list of what was granted."""
+
+    held = Bundle("held")
+
+    @initialize()
+    def begin(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.store = LocalStore(Path(self._folder.name))
+        self.granted: list[Lease] = []
+        self.result: dict[str, int] | None = None
+
+    def teardown(self) -> None:
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+    @rule(target=held)
+    def take_over(self) -> Lease | None:
+        outcome = acquire(self.store, OWNED, owner={}, dead_after_seconds=0.0)
+        if self.result is not None:
+            assert outcome == Finished(len(self.granted) + 1, self.result)
+            return None
+        assert isinstance(outcome, Lease)
+        self.granted.append(outcome)
+        assert outcome.epoch == len(self.granted)
+        return outcome
+
+    @rule(lease=held)
+    def beat(self, lease: Lease | None) -> None:
+        if lease is not None:
+            lease.heartbeat()
+
+    @rule(lease=held)
+    def give_back(self, lease: Lease | None) -> None:
+        if lease is not None:
+            release(lease)
+
+    @rule(lease=held)
+    def ask(self, lease: Lease | None) -> None:
+        if lease is None:
+            return
+        if lease is self.granted[-1]:
+            lease.check()
+        else:
+            with pytest.raises(ContractError):
+                lease.check()
+
+    @rule(lease=held, rows=st.integers(0, 2))
+    def conclude(self, lease: Lease | None, rows: int) -> None:
+        if lease is None:
+            return
+        if lease is self.granted[-1] and self.result in (None, {"rows": rows}):
+            lease.finish({"rows": rows})
+            self.result = {"rows": rows}
+        else:
+            with pytest.raises(ContractError):
+                lease.finish({"rows": rows})
+
+    @invariant()
+    def one_result(self) -> None:
+        if hasattr(self, "store"):
+            found = finished(self.store, OWNED)
+            assert (found.manifest if found else None) == self.result
+            numbers = len(self.granted) + (self.result is not None)
+            assert self.store.list(keys.epochs(OWNED)) == [keys.epoch(OWNED, n + 1) for n in range(numbers)]
+
+
+TestOwnership = Ownership.TestCase
+TestOwnership.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
