@@ -164,6 +164,10 @@ class TokenLog:
                 self._numbers[trajectory_id] = number
             return self._numbers[trajectory_id]
 
+    def number(self, trajectory_id: str) -> int:
+        """Number of a trajectory that is in the log."""
+        return self._numbers[trajectory_id]
+
     def append_step(self, entries: Sequence[StepEntry]) -> int:
         """entries: (number, index of its first token in the response, ids, raw, sampled log-probabilities)."""
         return self._append(fmt.STEP, fmt.encode_step(entries))

@@ -1,0 +1,381 @@
+"""One rollout worker: `python -m tasks.ranks.rollout WORK.json`; see tasks.rollout for the fields of the work.
+
+    take an epoch -> replay the newest log -> base segment -> sample, log, acknowledge -> shard, rows, manifest
+
+It may die at any moment. Its heir takes the next epoch, continues every trajectory at the token after the last
+logged one, and writes the same bytes. SIGTERM: the step in flight ends, its log and then the KV of what is not
+finished go to the store, exit status 75. Nothing of an owner whose epoch is over is ever read.
+
+    stdout: {"event": "resumed" | "kv_refused" | "ack" | "progress" | "finished" | "error", ...}, one a line
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infra import leases
+from infra.store import ObjectStore, open_store
+from ml.checkpoint import load_model
+from ml.model import Transformer
+from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
+from ml.rollout.pages import pages_for
+from ml.rollout.sampling import SamplingParams
+from ml.rollout.spill import KvLayout, SpilledKv, decode_kv
+from ml.rollout.wal import LogHeader, TokenLog
+from ml.rollout.wal_format import Spill
+from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, read_folder, recover
+from schemas import keys
+from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError, OpdError
+from tasks.ranks.rollout_results import Response, publish
+from tasks.rewards import load_rewarder
+
+_REPORT_SECONDS = 0.25
+
+Say = Callable[..., None]
+
+
+class Preempted(BaseException):
+    """SIGTERM arrived; what must be kept is kept. No Exception, so that nobody's retry takes it for a failure."""
+
+
+class StopSignal:
+    """SIGTERM: noticed between steps, or raised at once as Preempted where nothing would be lost."""
+
+    def __init__(self) -> None:
+        self.arrived: float | None = None
+        self._at_once = False
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, *_: object) -> None:
+        self.arrived = self.arrived or time.monotonic()
+        if self._at_once:
+            raise Preempted
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self._at_once = True
+        try:
+            if self.arrived is not None:
+                raise Preempted
+            yield
+        finally:
+            self._at_once = False
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """An unfinished trajectory of an older epoch, and its spilled KV where that can be used."""
+
+    logged: LoggedTrajectory
+    kv: SpilledKv | None
+
+    @property
+    def rebuilds(self) -> bool:
+        return self.kv is None and len(self.logged.ids) > 0
+
+
+def local_log(scratch: Path, owned: str, epoch: int) -> Path:
+    return (scratch / keys.wal_segment(owned, epoch, 0)).parent
+
+
+def newest_log(
+    store: ObjectStore, scratch: Path, owned: str, header: LogHeader, acknowledged: dict[str, Any] | None
+) -> Recovered | None:
+    """The longer copy, on this node or in the store, of the newest log of an epoch before `header`'s.
+
+    acknowledged: {"epoch", "tokens": {trajectory_id: response tokens}} that observers were told of; this node's copy
+    of that epoch's log must hold them. Raises FormatError for a damaged copy, ContractError for another run's log.
+    """
+    for epoch in range(header.epoch - 1, 0, -1):
+        local = read_folder(local_log(scratch, owned, epoch))
+        stored = [(key, store.get(key)) for key in store.list(keys.owned_object(owned, epoch, "wal/"))]
+        copies = [recover(segments, Path(segments[0][0]).parent.as_posix()) for segments in (local, stored) if segments]
+        if copies:
+            log = max(copies, key=lambda copy: copy.last_sequence)
+            if log.header != replace(header, epoch=epoch):
+                raise ContractError(log.name, expected=str(replace(header, epoch=epoch)), found=str(log.header))
+            if local and acknowledged is not None and acknowledged["epoch"] == epoch:
+                log.require(acknowledged["tokens"])
+            return log
+    return None
+
+
+class Worker:
+    """Runs the partitions of one work file, one after another."""
+
+    def __init__(self, work: dict[str, Any], say: Say, stop: StopSignal) -> None:
+        self.work, self.say, self.stop = work, say, stop
+        self.store, self.scratch = open_store(work["root"]), Path(work["scratch"])
+
+    @functools.cached_property
+    def model(self) -> Transformer:
+        student = self.work["student"]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return load_model(Path(student["folder"]), precision=student["precision"], compute=self.work["compute"],
+                          device=device)  # fmt: skip
+
+    @functools.cached_property
+    def reward(self) -> Callable[[dict[str, Any], list[int]], float | None]:
+        return load_rewarder(self.work)
+
+    def run(self) -> None:
+        """Raises Preempted, or OpdError for the partition that cannot go on; those before it are finished."""
+        torch.set_num_threads(self.work["threads"])
+        for entry in self.work["partitions"]:
+            owned = keys.partition_prefix(self.work["stage_prefix"], entry["partition"])
+            owner = {"stage": "rollout", "partition": entry["partition"]}
+            with self.stop.at_once():
+                lease = leases.acquire(
+                    self.store, owned, owner=owner, dead_after_seconds=self.work["dead_after_seconds"]
+                )
+            if isinstance(lease, leases.Lease):
+                with lease:
+                    lease.finish(self._partition(lease, entry))
+            # The store has every segment; on this node nobody will look for them again.
+            shutil.rmtree(self.scratch / owned, ignore_errors=True)
+            self.say("finished", partition=entry["partition"], epoch=lease.epoch)
+
+    def _partition(self, lease: leases.Lease, entry: dict[str, Any]) -> dict[str, Any]:
+        started = time.monotonic()
+        partition = Partition(self, lease, entry)
+        responses = partition.sample()
+        common = {"run_id": self.work["run_id"], "iteration": self.work["iteration"], "partition": partition.index,
+                  "student_version": self.work["student"]["digest"]}  # fmt: skip
+        manifest = publish(
+            self.store,
+            functools.partial(keys.owned_object, lease.owned, lease.epoch),
+            partition.requests,
+            [responses[r["trajectory_id"]] for r in partition.requests],
+            self.reward,
+            common,
+        )
+        return manifest | {"stats": manifest["stats"] | {"seconds": time.monotonic() - started}}
+
+
+class Partition:
+    """One partition under one lease; `sample` brings every request to its end, in order of trajectory_id."""
+
+    def __init__(self, worker: Worker, lease: leases.Lease, entry: dict[str, Any]) -> None:
+        self.worker, self.lease, self.index = worker, lease, entry["partition"]
+        self.work, self.store = worker.work, worker.store
+        self.requests = sorted(entry["requests"], key=lambda r: r["trajectory_id"])
+        self.acknowledged = entry.get("acknowledged")
+        self._reported = self._checked = time.monotonic()
+
+    # --- sampling
+
+    def sample(self) -> dict[str, Response]:
+        """Responses by trajectory_id; their log is sealed and in the store. Raises Preempted after spilling."""
+        with self.worker.stop.at_once():
+            base = self._newest_log()
+            responses = _logged_responses(base)
+            resumed = self._resume(base)
+            if len(responses) < len(self.requests):
+                _ = self.worker.model  # read here, where it is safe to be stopped
+        self.worker.say(
+            "resumed", partition=self.index, epoch=self.lease.epoch,
+            recovered={t.trajectory_id: len(t.ids) for t in base.trajectories} if base else {},
+            kv_restored=sum(r.kv is not None for r in resumed.values()),
+            prefill_rebuilt=sum(r.rebuilds for r in resumed.values()),
+        )  # fmt: skip
+        with self._open_log(base) as log:
+            if len(responses) < len(self.requests):
+                self._run_engine(log, responses, resumed)
+        return responses
+
+    def _header(self) -> LogHeader:
+        work = self.work
+        return LogHeader(work["run_id"], work["iteration"], self.index, self.lease.epoch, work["student"]["digest"])
+
+    def _newest_log(self) -> Recovered | None:
+        base = newest_log(self.store, self.worker.scratch, self.lease.owned, self._header(), self.acknowledged)
+        requests = {r["trajectory_id"]: r for r in self.requests}
+        for t in base.trajectories if base else ():
+            request = requests.get(t.trajectory_id)
+            digest = keys.digest_bytes(np.array(request["prompt_ids"], "<i4").tobytes()) if request else "no request"
+            if digest != t.admit.prompt_digest.hex():
+                raise ContractError(
+                    f"{base.name if base else ''}, trajectory {t.trajectory_id}",
+                    expected=f"the request of prompt digest {t.admit.prompt_digest.hex()}", found=digest,
+                )  # fmt: skip
+        return base
+
+    def _resume(self, base: Recovered | None) -> dict[str, Resumed]:
+        """What goes on from the log; the base's own counts are brought up to date."""
+        prompts = {r["trajectory_id"]: r["prompt_ids"] for r in self.requests}
+        resumed = {}
+        for t in base.trajectories if base else ():
+            if t.finish_reason is None:
+                r = resumed[t.trajectory_id] = Resumed(t, self._spilled_kv(t, prompts[t.trajectory_id]))
+                t.admit = replace(
+                    t.admit,
+                    num_preemptions=t.admit.num_preemptions + (r.kv is not None or r.rebuilds),
+                    num_kv_restores=t.admit.num_kv_restores + (r.kv is not None),
+                    num_prefill_rebuilds=t.admit.num_prefill_rebuilds + r.rebuilds,
+                )
+        return resumed
+
+    def _spilled_kv(self, t: LoggedTrajectory, prompt_ids: list[int]) -> SpilledKv | None:
+        if t.spill is None:
+            return None
+        try:
+            if self.store.head(t.spill.key) is None:
+                raise FormatError(t.spill.key, expected="spilled KV", found="no such object")
+            data = self.store.get(t.spill.key)
+            if keys.digest_bytes(data) != t.spill.digest.hex():
+                raise FormatError(t.spill.key, expected=f"SHA-256 {t.spill.digest.hex()}", found="other bytes")
+            layout = KvLayout.of(self.worker.model, self.work["student"]["digest"])
+            kv = decode_kv(data, t.spill.key, layout, t.trajectory_id, [*prompt_ids, *t.ids.tolist()])
+        except (FormatError, ContractError) as error:
+            # Not an error of the run: the log has the tokens, so the KV is computed again, and counted as rebuilt.
+            self.worker.say("kv_refused", partition=self.index, trajectory_id=t.trajectory_id, text=str(error))
+            return None
+        return kv if kv.positions else None
+
+    def _open_log(self, base: Recovered | None) -> TokenLog:
+        def upload(segment: int, data: bytes) -> None:
+            key = keys.wal_segment(self.lease.owned, self.lease.epoch, segment)
+            if not self.store.put_if_absent(key, data):
+                raise ContractError(
+                    key, expected="no object, since this worker alone owns the epoch", found="an object"
+                )
+
+        return TokenLog(
+            local_log(self.worker.scratch, self.lease.owned, self.lease.epoch), self._header(), base=base,
+            seal_seconds=self.work["seal_seconds"], upload=upload,
+        )  # fmt: skip
+
+    def _run_engine(self, log: TokenLog, responses: dict[str, Response], resumed: dict[str, Resumed]) -> None:
+        work = self.work
+        engine = RolloutEngine(
+            self.worker.model, self._engine_config(), SamplingParams(**work["sampling"]), work["stop_ids"],
+            work["vocab_size"], log,
+        )  # fmt: skip
+        for request in self.requests:
+            if request["trajectory_id"] not in responses:
+                engine.add(_engine_request(request, resumed.get(request["trajectory_id"])))
+        done = {i: len(r.ids) for i, r in responses.items()}
+        while engine.has_work():
+            for finished in engine.step():
+                known = resumed.get(finished.trajectory_id)
+                responses[finished.trajectory_id] = _sampled_response(finished, known)
+            self._report(done | engine.live(), len(responses))
+            if self.worker.stop.arrived is not None and engine.has_work():
+                self._spill(log, engine, self.worker.stop.arrived + work["grace_seconds"])
+                self._report(done | engine.live(), len(responses), now=True)
+                raise Preempted
+        log.seal()
+        self._report(done | engine.live(), len(responses), now=True)
+
+    def _engine_config(self) -> EngineConfig:
+        sizes, config = self.work["engine"], self.worker.model.config
+        itemsize = torch.empty(0, dtype=self.worker.model.compute).element_size()
+        page_bytes = (
+            2 * config.layers * sizes["page_tokens"] * config.kv_heads * config.head_channels * itemsize
+        )  # fmt: skip
+        pages = sorted(
+            pages_for(len(r["prompt_ids"]) + r["max_response_tokens"], sizes["page_tokens"]) for r in self.requests
+        )
+        num_pages = min(sizes["kv_bytes"] // page_bytes, sum(pages[-sizes["max_sequences"] :]))
+        if num_pages < pages[-1]:
+            raise ConfigError(
+                "rollout.kv_bytes", expected=f"{pages[-1] * page_bytes} for the longest sequence",
+                found=str(sizes["kv_bytes"]),
+            )  # fmt: skip
+        return EngineConfig(
+            max_sequences=sizes["max_sequences"], page_tokens=sizes["page_tokens"], num_pages=num_pages,
+            student_digest=self.work["student"]["digest"],
+        )  # fmt: skip
+
+    def _spill(self, log: TokenLog, engine: RolloutEngine, deadline: float) -> None:
+        """Tail first, then KV while the grace lasts, then the records that make the KV findable."""
+        log.seal()
+
+        def key(name: str) -> str:
+            return keys.owned_object(self.lease.owned, self.lease.epoch, f"spill/{name}")
+
+        for record in engine.spill(lambda name, data: self.store.put(key(name), data), deadline):
+            spill = Spill(record.positions, record.size_bytes, bytes.fromhex(record.digest), key(record.name))
+            log.append_spill(log.number(record.trajectory_id), spill)
+        log.seal()
+
+    def _report(self, tokens: dict[str, int], num_finished: int, *, now: bool = False) -> None:
+        clock = time.monotonic()
+        if clock - self._checked > self.work["dead_after_seconds"] / 5:
+            self._checked = clock
+            self.lease.check()
+        if now or clock - self._reported > _REPORT_SECONDS:
+            self._reported = clock
+            self.worker.say("ack", partition=self.index, epoch=self.lease.epoch, tokens=tokens)
+            self.worker.say("progress", partition=self.index, done=num_finished, total=len(self.requests),
+                            unit="trajectories")  # fmt: skip
+
+
+def _logged_responses(log: Recovered | None) -> dict[str, Response]:
+    return {
+        t.trajectory_id: Response(
+            t.ids, t.logprobs_raw, t.logprobs_sampled, t.sampled_mask, t.finish_reason,
+            t.admit.num_preemptions, t.admit.num_kv_restores, t.admit.num_prefill_rebuilds,
+        )
+        for t in (log.trajectories if log else ())
+        if t.finish_reason is not None
+    }  # fmt: skip
+
+
+def _sampled_response(f: Finished, resumed: Resumed | None) -> Response:
+    counts = (0, f.num_kv_restores, f.num_prefill_rebuilds)
+    if resumed is not None:
+        # The base segment counted this life's own restoring or rebuilding already; pauses come on top.
+        admit, pauses = resumed.logged.admit, f.num_prefill_rebuilds - resumed.rebuilds
+        counts = (admit.num_preemptions, admit.num_kv_restores, admit.num_prefill_rebuilds + pauses)
+    return Response(
+        np.array(f.response_ids, np.int32), np.array(f.logprobs_raw, np.float32),
+        np.array(f.logprobs_sampled, np.float32), np.ones(len(f.response_ids), np.uint8), f.finish_reason, *counts,
+    )  # fmt: skip
+
+
+def _engine_request(request: dict[str, Any], resumed: Resumed | None) -> Request:
+    logged = resumed.logged if resumed else None
+    return Request(
+        trajectory_id=request["trajectory_id"],
+        prompt_ids=tuple(request["prompt_ids"]),
+        sampling_key=request["sampling_key"],
+        max_response_tokens=request["max_response_tokens"],
+        logged_ids=tuple(logged.ids.tolist()) if logged else (),
+        logged_raw=tuple(logged.logprobs_raw.tolist()) if logged else (),
+        logged_sampled=tuple(logged.logprobs_sampled.tolist()) if logged else (),
+        kv=resumed.kv if resumed else None,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    def say(event: str, **facts: Any) -> None:
+        print(json.dumps({"event": event, **facts}), flush=True)
+
+    try:
+        stop = StopSignal()
+        Worker(json.loads(Path(arguments[0]).read_bytes()), say, stop).run()
+    except Preempted:
+        return EXIT_PREEMPTED
+    except OpdError as error:
+        say("error", kind=error.kind, text=str(error))
+        print(error, file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""What a finished rollout partition writes: its token shard, its rows, and the manifest that makes them count.
+
+Invariant: shard and content columns are a function of the requests and their responses; the epoch, the worker and
+the history of interruptions show only in keys and in observed columns.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from infra.store import ObjectStore
+from schemas import keys, shards
+
+
+@dataclass(frozen=True)
+class Response:
+    """A finished trajectory's columns, [response tokens] each: int32, float32, float32, uint8."""
+
+    ids: np.ndarray
+    logprobs_raw: np.ndarray
+    logprobs_sampled: np.ndarray
+    sampled_mask: np.ndarray
+    finish_reason: str
+    num_preemptions: int = 0
+    num_kv_restores: int = 0
+    num_prefill_rebuilds: int = 0
+
+
+def publish(
+    store: ObjectStore,
+    key: Callable[[str], str],
+    requests: Sequence[dict[str, Any]],
+    responses: Sequence[Response],
+    reward: Callable[[dict[str, Any], list[int]], float | None],
+    common: dict[str, Any],
+) -> dict[str, Any]:
+    """Writes shard and rows of requests and their responses, in the given order; returns the partition manifest.
+
+    key(name): object key of this epoch's owner. common: columns that all rows share (run_id, iteration, partition,
+    student_version).
+    """
+    shard = token_shard([r["prompt_ids"] for r in requests], responses)
+    placed = {"shard_digest": keys.digest_bytes(shard), "shard_key": key("tokens.safetensors")}
+    store.put(placed["shard_key"], shard)
+    rows, first_prompt_row, first_row = [], 0, 0
+    for request, response in zip(requests, responses, strict=True):
+        start = {"first_prompt_row": first_prompt_row, "first_row": first_row}
+        rows.append(common | placed | start | _row(request, response, reward(request, response.ids.tolist())))
+        first_prompt_row += len(request["prompt_ids"])
+        first_row += len(response.ids)
+    rows_data = b"".join(keys.canonical_json(row) + b"\n" for row in rows)
+    store.put(key("rows.jsonl"), rows_data)
+    sums = ("sampled_tokens", "num_preemptions", "num_kv_restores", "num_prefill_rebuilds")
+    return {
+        "objects": [{"key": placed["shard_key"], "digest": placed["shard_digest"], "bytes": len(shard)}],
+        "rows_key": key("rows.jsonl"),
+        "rows_digest": keys.digest_bytes(rows_data),
+        "num_rows": len(rows),
+        "stats": {name: sum(row[name] for row in rows) for name in sums},
+    }
+
+
+def _row(request: dict[str, Any], response: Response, reward: float | None) -> dict[str, Any]:
+    return {
+        **{name: request[name] for name in ("trajectory_id", "prompt_id", "sample_index", "split", "domain")},
+        "status": "finished",
+        "finish_reason": response.finish_reason,
+        "prompt_tokens": len(request["prompt_ids"]),
+        "response_tokens": len(response.ids),
+        "sampled_tokens": int(response.sampled_mask.sum()),
+        "reward": reward,
+        "worker": f"{socket.gethostname()}:{os.getpid()}",
+        "num_preemptions": response.num_preemptions,
+        "num_prefill_rebuilds": response.num_prefill_rebuilds,
+        "num_kv_restores": response.num_kv_restores,
+    }
+
+
+def token_shard(prompts: list[list[int]], responses: Sequence[Response]) -> bytes:
+    """prompt_ids I32 [prompt tokens]; response_ids I32, logprobs_raw and logprobs_sampled F32, sampled_mask U8
+    [response tokens]; trajectories one after another in the given order."""
+    return shards.encode(
+        {
+            "prompt_ids": ("I32", np.array([i for prompt in prompts for i in prompt], np.int32)),
+            "response_ids": ("I32", np.concatenate([r.ids for r in responses])),
+            "logprobs_raw": ("F32", np.concatenate([r.logprobs_raw for r in responses])),
+            "logprobs_sampled": ("F32", np.concatenate([r.logprobs_sampled for r in responses])),
+            "sampled_mask": ("U8", np.concatenate([r.sampled_mask for r in responses])),
+        }
+    )
