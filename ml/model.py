@@ -320,7 +320,9 @@ class Transformer(nn.Module):
         self.config, self.compute, self.trainable = config, compute, trainable
         self.precision: Precision = precision
         self.checkpoint_layers = False
-        linears = {"precision": precision, "compute": compute, "dtype": torch.float32 if trainable else compute}
+        # Parameters that hold values already are taken as they are.
+        grid: Precision = precision if trainable else "fp32"
+        linears = {"precision": grid, "compute": compute, "dtype": torch.float32 if trainable else compute}
         vocab_dtype = torch.float32 if trainable or torch.device(device).type == "cpu" else compute
         with torch.device(device):
             self.model = Decoder(config, linears, vocab_dtype)
@@ -354,7 +356,9 @@ class Transformer(nn.Module):
     def logits(self, h_ND: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
         """fp32 logits [N, vocab_size] of final states (default: every row of the head), row-invariant, no gradient."""
         w_VD = self.head_weight[: vocab_size or self.config.vocab_rows]
-        return row_invariant_logits(h_ND, weight_values(w_VD, dense_precision(self.precision)))
+        if self.trainable:
+            w_VD = weight_values(w_VD, dense_precision(self.precision))
+        return row_invariant_logits(h_ND, w_VD)
 
 
 def _rope_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
