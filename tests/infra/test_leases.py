@@ -241,8 +241,8 @@ def test_a_pause_of_owner_and_observer_together_is_not_a_death(store: ObjectStor
     owner = start(
         store,
         """
-lease = acquire(store, OWNED, owner={}, dead_after_seconds=2.0)
-lease.start_heartbeat(0.05)
+lease = acquire(store, OWNED, owner={}, dead_after_seconds=3.0)
+lease.start_heartbeat(1.0)
 print("owner", flush=True)
 input()
 lease.finish({"by": "owner"})
@@ -253,14 +253,14 @@ lease.finish({"by": "owner"})
         store,
         """
 print("watching", flush=True)
-print(acquire(store, OWNED, owner={}, dead_after_seconds=2.0).manifest["by"], flush=True)
+print(acquire(store, OWNED, owner={}, dead_after_seconds=3.0).manifest["by"], flush=True)
 """,
     )
     assert line(observer) == "watching"
     time.sleep(0.5)
     for process in (owner, observer):
         process.send_signal(signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(3.2)
     observer.send_signal(signal.SIGCONT)
     time.sleep(0.3)
     owner.send_signal(signal.SIGCONT)
