@@ -1,0 +1,309 @@
+"""The rollout engine: continuous batching over a paged KV cache, each sampled token logged before anyone sees it.
+
+    add -> waiting -> admitted (pages, spilled KV restored) -> step: rows, logits, sample, log -> durable -> Finished
+
+Invariant: tokens, both log-probabilities and KV of a trajectory depend on the weights, its prompt, its key and the
+sampling parameters alone: not on other requests, on when it was admitted, on how its prefill was cut, nor on how often
+it was paused, spilled, or rebuilt from the log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ml.model import Transformer
+from ml.rollout.runner import Runner
+from ml.rollout.sampling import SamplingParams, sample
+from ml.rollout.scheduler import Rows, Scheduler
+from ml.rollout.scheduler import Sequence as Scheduled
+from ml.rollout.spill import KvLayout, SpilledKv, SpillRecord, encode_kv
+from schemas.errors import ContractError
+
+
+class Log(Protocol):
+    """What the engine needs of a token log (ml.rollout.wal.TokenLog)."""
+
+    @property
+    def acknowledged(self) -> int: ...
+    def admit(self, trajectory_id: str, *, prompt_digest: bytes, prompt_tokens: int) -> int: ...
+    def append_step(self, entries: Sequence[Any]) -> int: ...
+    def append_finish(self, number: int, response_tokens: int, reason: str) -> int: ...
+    def commit(self) -> None: ...
+    def wait_local(self, sequence: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """max_sequences: in flight at once. num_pages: KV pages of page_tokens positions.
+
+    prefill_chunk_tokens: prefill rows of one step. split_tokens: where attention cuts keys, a multiple or a divisor
+    of page_tokens; it is part of what decides the bits. student_digest: names the weights in spills.
+    """
+
+    max_sequences: int
+    page_tokens: int
+    num_pages: int
+    prefill_chunk_tokens: int = 256
+    split_tokens: int = 64
+    student_digest: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """sampling_key: 64 bits. logged_*: response tokens that a log holds already, with their log-probabilities.
+
+    kv: spilled KV of the first positions, from spill.decode_kv.
+    """
+
+    trajectory_id: str
+    prompt_ids: tuple[int, ...]
+    sampling_key: int
+    max_response_tokens: int
+    logged_ids: tuple[int, ...] = ()
+    logged_raw: tuple[float, ...] = ()
+    logged_sampled: tuple[float, ...] = ()
+    kv: SpilledKv | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A whole response, the stop token included. finish_reason: "stop" or "length".
+
+    num_kv_restores, num_prefill_rebuilds: how often this engine took its KV from a spill, or computed it again from
+    tokens that were sampled before.
+    """
+
+    trajectory_id: str
+    response_ids: tuple[int, ...]
+    logprobs_raw: tuple[float, ...]
+    logprobs_sampled: tuple[float, ...]
+    finish_reason: str
+    num_kv_restores: int
+    num_prefill_rebuilds: int
+
+
+@dataclass(eq=False)
+class _Trajectory(Scheduled):
+    sampling_key: int = 0
+    number: int = 0
+    raw: list[float] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+    kv: SpilledKv | None = None
+    num_kv_restores: int = 0
+    num_prefill_rebuilds: int = 0
+    finish_reason: str = ""
+
+
+class RolloutEngine:
+    """One engine a process. stop_ids end a response; only ids below vocab_size can be sampled."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        sampling: SamplingParams,
+        stop_ids: Sequence[int],
+        vocab_size: int,
+        log: Log,
+    ) -> None:
+        _check_config(model, config, sampling, vocab_size)
+        self.model, self.config, self.sampling, self.log = model, config, sampling, log
+        self.stop_ids, self.vocab_size = frozenset(stop_ids), vocab_size
+        self.kv_layout = KvLayout.of(model, config.student_digest)
+        self._runner = Runner(model, num_pages=config.num_pages, page_tokens=config.page_tokens,
+                              split_tokens=config.split_tokens, vocab_size=vocab_size)  # fmt: skip
+        self._scheduler = Scheduler(max_sequences=config.max_sequences, page_tokens=config.page_tokens,
+                                    num_pages=config.num_pages, prefill_tokens=config.prefill_chunk_tokens)  # fmt: skip
+        self._unfinished: dict[str, _Trajectory] = {}
+        self._known: set[str] = set()
+        self._undelivered: deque[tuple[int, _Trajectory]] = deque()
+        self._unacknowledged: deque[tuple[int, list[str]]] = deque()
+        self._durable: dict[str, int] = {}
+
+    def add(self, request: Request) -> None:
+        """Queue a request, new or resumed. Raises ContractError when it could never run or is known already."""
+        self._check_request(request)
+        prompt = list(request.prompt_ids)
+        digest = hashlib.sha256(struct.pack(f"<{len(prompt)}i", *prompt)).digest()
+        trajectory = _Trajectory(
+            request.trajectory_id, prompt + list(request.logged_ids), len(prompt),
+            len(prompt) + request.max_response_tokens,
+            sampling_key=request.sampling_key, raw=list(request.logged_raw), sampled=list(request.logged_sampled),
+            number=self.log.admit(request.trajectory_id, prompt_digest=digest, prompt_tokens=len(prompt)),
+        )  # fmt: skip
+        self._known.add(request.trajectory_id)
+        self._durable[request.trajectory_id] = len(request.logged_ids)
+        if request.logged_ids and self._is_done(trajectory):
+            self._finish(trajectory)
+            self.log.commit()
+            return
+        if request.kv is not None and request.kv.positions:
+            trajectory.kv = request.kv
+        elif request.logged_ids:
+            trajectory.num_prefill_rebuilds = 1
+        self._unfinished[request.trajectory_id] = trajectory
+        self._scheduler.add(trajectory)
+
+    def has_work(self) -> bool:
+        """Whether a request has not been handed out as Finished."""
+        return bool(self._unfinished or self._undelivered)
+
+    def step(self) -> list[Finished]:
+        """One step: admit, prefill chunks beside decode rows, sample, log; returns what became final and durable.
+
+        The log's commit of this step overlaps the next one. Raises ContractError, naming trajectory and position,
+        when the model's logits have no finite maximum, and whatever the log raises.
+        """
+        for admitted in self._scheduler.admit():
+            self._restore(admitted)
+        rows = self._scheduler.plan()
+        if rows:
+            logits_SV = self._runner.forward(rows)
+            self._scheduler.step_ended(rows)
+            self._take_tokens([row for row in rows if row.samples], logits_SV)
+        if not self._unfinished and self._undelivered:
+            self.log.wait_local(self._undelivered[-1][0])
+        return self._deliver()
+
+    def live(self) -> dict[str, int]:
+        """Response tokens of each trajectory, finished ones included, that are durable and may be shown."""
+        self._note_acknowledged()
+        return dict(self._durable)
+
+    def spill(self, write: Callable[[str, bytes], None], deadline: float) -> list[SpillRecord]:
+        """Write the KV of unfinished trajectories, the longest first, until `deadline` (time.monotonic()).
+
+        write(name, bytes) stores one object. The engine must not step during or after this.
+        """
+        records = []
+        kept = {t: t.kv.positions if t.kv else t.num_kept for t in self._unfinished.values()}
+        for trajectory in sorted(kept, key=lambda t: (-kept[t], t.trajectory_id)):
+            if kept[trajectory] == 0 or time.monotonic() >= deadline:
+                break
+            kv = trajectory.kv or SpilledKv(*self._runner.read_kv(trajectory.pages, trajectory.num_kept))
+            data = encode_kv(kv, self.kv_layout, trajectory.trajectory_id, trajectory.tokens)
+            name = f"{trajectory.trajectory_id}.kv"
+            write(name, data)
+            digest = hashlib.sha256(data).hexdigest()
+            records.append(SpillRecord(trajectory.trajectory_id, name, kv.positions, len(data), digest))
+        return records
+
+    # --- the parts of a step
+
+    def _restore(self, trajectory: Scheduled) -> None:
+        assert isinstance(trajectory, _Trajectory)
+        if trajectory.kv is not None:
+            self._runner.write_kv(trajectory.pages, trajectory.kv.k_MLGC, trajectory.kv.v_MLGC)
+            trajectory.num_kept = trajectory.kv.positions
+            trajectory.kv = None
+            trajectory.num_kv_restores = 1
+
+    def _take_tokens(self, rows: list[Rows], logits_SV) -> None:
+        if not rows:
+            return
+        trajectories: list[_Trajectory] = [row.sequence for row in rows]  # pyright: ignore[reportAssignmentType]
+        keys = [t.sampling_key for t in trajectories]
+        sampled = sample(logits_SV, keys, [len(t.tokens) for t in trajectories], self.sampling)
+        columns = sampled.ids_S.tolist(), sampled.raw_S.tolist(), sampled.sampled_S.tolist()
+        entries = []
+        for trajectory, token, raw, logprob in zip(trajectories, *columns, strict=True):
+            if not (math.isfinite(raw) and math.isfinite(logprob)):
+                raise ContractError(
+                    f"trajectory {trajectory.trajectory_id}, position {len(trajectory.tokens)}",
+                    expected="finite logits", found="NaN or infinity", safe="every token logged so far",
+                    next_command="check the student's weights: opd verify",
+                )  # fmt: skip
+            entries.append((trajectory.number, trajectory.num_response, [token], [raw], [logprob]))
+            trajectory.tokens.append(token)
+            trajectory.raw.append(raw)
+            trajectory.sampled.append(logprob)
+        sequence = self.log.append_step(entries)
+        self._unacknowledged.append((sequence, [t.trajectory_id for t in trajectories]))
+        for trajectory in trajectories:
+            if self._is_done(trajectory):
+                self._scheduler.finish(trajectory)
+                del self._unfinished[trajectory.trajectory_id]
+                self._finish(trajectory)
+        self.log.commit()
+
+    def _is_done(self, trajectory: _Trajectory) -> bool:
+        return trajectory.tokens[-1] in self.stop_ids or len(trajectory.tokens) >= trajectory.max_tokens
+
+    def _finish(self, trajectory: _Trajectory) -> None:
+        trajectory.finish_reason = "stop" if trajectory.tokens[-1] in self.stop_ids else "length"
+        sequence = self.log.append_finish(trajectory.number, trajectory.num_response, trajectory.finish_reason)
+        self._undelivered.append((sequence, trajectory))
+
+    def _note_acknowledged(self) -> int:
+        acknowledged = self.log.acknowledged
+        while self._unacknowledged and self._unacknowledged[0][0] <= acknowledged:
+            for trajectory_id in self._unacknowledged.popleft()[1]:
+                self._durable[trajectory_id] += 1
+        return acknowledged
+
+    def _deliver(self) -> list[Finished]:
+        acknowledged = self._note_acknowledged()
+        out = []
+        while self._undelivered and self._undelivered[0][0] <= acknowledged:
+            t = self._undelivered.popleft()[1]
+            rebuilds = t.num_prefill_rebuilds + t.num_pauses
+            out.append(Finished(t.trajectory_id, tuple(t.tokens[t.num_prompt :]), tuple(t.raw), tuple(t.sampled),
+                                t.finish_reason, t.num_kv_restores, rebuilds))  # fmt: skip
+        return out
+
+    # --- what could never run is refused when it is added
+
+    def _check_request(self, request: Request) -> None:
+        num_prompt, num_logged = len(request.prompt_ids), len(request.logged_ids)
+        # The last token of a response is never fed back, so it needs no position and no KV.
+        needed = num_prompt + request.max_response_tokens - 1
+        ids = (*request.prompt_ids, *request.logged_ids)
+        strange = [i for i in ids if not 0 <= i < self.vocab_size]
+        positions, slots = self.model.config.max_positions, self.config.num_pages * self.config.page_tokens
+        kv_positions = request.kv.positions if request.kv else 0
+        rules = (
+            (request.trajectory_id not in self._known, "each trajectory once", "a second request for it"),
+            (num_prompt > 0, "a prompt of at least one token", "an empty prompt"),
+            (request.max_response_tokens > 0, "max_response_tokens of at least 1", str(request.max_response_tokens)),
+            (0 <= request.sampling_key < 1 << 64, "a 64-bit sampling key", str(request.sampling_key)),
+            (not strange, f"token ids below {self.vocab_size}", str(strange[:1])),
+            (needed <= positions, f"at most {positions} positions (the model's)", f"{num_prompt} prompt tokens and "
+             f"{request.max_response_tokens} response tokens"),
+            (self._scheduler.fits(needed), f"at most {slots} positions of KV", f"{needed}"),
+            (num_logged <= request.max_response_tokens, f"at most {request.max_response_tokens} logged tokens",
+             str(num_logged)),
+            (len(request.logged_raw) == len(request.logged_sampled) == num_logged,
+             "two log-probabilities a logged token", f"{len(request.logged_raw)} and {len(request.logged_sampled)}"),
+            (self.stop_ids.isdisjoint(request.logged_ids[:-1]), "nothing logged after a stop token", "more tokens"),
+            (kv_positions < max(1, len(ids)), f"KV of at most {len(ids) - 1} positions", str(kv_positions)),
+        )  # fmt: skip
+        for holds, expected, found in rules:
+            if not holds:
+                raise ContractError(f"trajectory {request.trajectory_id}", expected=expected, found=found,
+                                    safe="every other request")  # fmt: skip
+
+
+def _check_config(model: Transformer, config: EngineConfig, sampling: SamplingParams, vocab_size: int) -> None:
+    sizes = (config.max_sequences, config.page_tokens, config.num_pages, config.prefill_chunk_tokens)
+    split, page = config.split_tokens, config.page_tokens
+    rules = (
+        (all(size > 0 for size in sizes), "positive sizes", str(sizes)),
+        (split > 0 and (split % page == 0 or page % split == 0), f"page_tokens that divide {split}, or a multiple",
+         str(page)),
+        (0 < vocab_size <= model.config.vocab_rows, f"a vocabulary of at most {model.config.vocab_rows} ids",
+         str(vocab_size)),
+        (sampling.temperature > 0 and math.isfinite(sampling.temperature), "a positive temperature",
+         str(sampling.temperature)),
+        (sampling.top_k >= 0 and 0 < sampling.top_p <= 1, "top_k >= 0 and top_p in (0, 1]",
+         f"{sampling.top_k} and {sampling.top_p}"),
+    )  # fmt: skip
+    for holds, expected, found in rules:
+        if not holds:
+            raise ContractError("rollout engine", expected=expected, found=found)

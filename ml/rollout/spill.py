@@ -1,0 +1,126 @@
+"""KV of one paused trajectory as bytes, and back: what a pre-empted worker leaves so that its heir need not prefill.
+
+A spill is a safetensors shard with the tensors "ids" I32 [M], "k" and "v" [M, L, G, C] in the compute dtype, and the
+metadata format, trajectory_id, student_digest and a CRC-32 (zlib) of each tensor's bytes, as decimal text.
+Invariant: KV is handed back only for the trajectory, the weights, the layout and the very tokens that it was computed
+from; anything else is refused, and the caller computes it again.
+
+Letters: M positions kept, L layers, G KV heads, C channels.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ml.model import Transformer
+from schemas import shards
+from schemas.errors import ContractError, FormatError
+
+FORMAT = "opd-kv-1"
+_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """What KV must agree on before one worker can use another's. dtype: safetensors name."""
+
+    student_digest: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_channels: int
+
+    @classmethod
+    def of(cls, model: Transformer, student_digest: str) -> KvLayout:
+        config = model.config
+        return cls(student_digest, _DTYPES[model.compute], config.layers, config.kv_heads, config.head_channels)
+
+
+@dataclass(frozen=True)
+class SpilledKv:
+    """Keys and values of a sequence's first M positions, [M, L, G, C] on the CPU."""
+
+    k_MLGC: torch.Tensor
+    v_MLGC: torch.Tensor
+
+    @property
+    def positions(self) -> int:
+        return len(self.k_MLGC)
+
+
+@dataclass(frozen=True)
+class SpillRecord:
+    """One spill that was written. name: as given to the writer; digest: SHA-256 of the object, hexadecimal."""
+
+    trajectory_id: str
+    name: str
+    positions: int
+    size_bytes: int
+    digest: str
+
+
+def encode_kv(kv: SpilledKv, layout: KvLayout, trajectory_id: str, token_ids: Sequence[int]) -> bytes:
+    """token_ids: of the whole sequence so far; those of the kept positions are stored."""
+    tensors = {
+        "ids": ("I32", np.array(token_ids[: kv.positions], np.int32)),
+        "k": (layout.dtype, _to_numpy(kv.k_MLGC)),
+        "v": (layout.dtype, _to_numpy(kv.v_MLGC)),
+    }
+    crcs = {f"crc_{name}": str(_crc(array)) for name, (_, array) in tensors.items()}
+    identity = {"format": FORMAT, "trajectory_id": trajectory_id, "student_digest": layout.student_digest}
+    return shards.encode(tensors, identity | crcs)
+
+
+def decode_kv(data: bytes, where: str, layout: KvLayout, trajectory_id: str, token_ids: Sequence[int]) -> SpilledKv:
+    """KV of the positions that the spill and the sequence share: min(kept, len(token_ids) - 1) of them.
+
+    token_ids: prompt and logged response. Raises FormatError for damaged bytes; ContractError for KV of another
+    trajectory, student, dtype, layout or other tokens.
+    """
+    specs = shards.decode_header(data, where)
+    metadata = shards.decode_metadata(data, where)
+    _agree(where, "format", FORMAT, metadata.get("format"))
+    _agree(where, "trajectory", trajectory_id, metadata.get("trajectory_id"))
+    _agree(where, "student", layout.student_digest, metadata.get("student_digest"))
+    if set(specs) != {"ids", "k", "v"} or specs["ids"].dtype != "I32":
+        raise FormatError(where, expected="I32 ids and tensors k and v", found=", ".join(sorted(specs)))
+    shape = (*specs["ids"].shape, layout.layers, layout.kv_heads, layout.head_channels)
+    for name in ("k", "v"):
+        _agree(where, f"dtype of {name}", layout.dtype, specs[name].dtype)
+        _agree(where, f"shape of {name}", shape, specs[name].shape)
+    tensors = shards.decode(data, where)
+    for name, array in tensors.items():
+        expected, found = metadata.get(f"crc_{name}"), str(_crc(array))
+        if expected != found:
+            raise FormatError(f"{where}, tensor {name}", expected=f"CRC {expected}", found=found,
+                              safe="the token log: KV can be computed again from it")  # fmt: skip
+    shared = min(len(tensors["ids"]), len(token_ids) - 1)
+    if tensors["ids"][:shared].tolist() != list(token_ids[:shared]):
+        raise ContractError(where, expected=f"KV of trajectory {trajectory_id}'s tokens", found="KV of other tokens",
+                            safe="the token log")  # fmt: skip
+    return SpilledKv(_to_torch(tensors["k"][:shared]), _to_torch(tensors["v"][:shared]))
+
+
+def _agree(where: str, what: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise ContractError(
+            where, expected=f"{what} {expected}", found=str(found), safe="the token log: KV can be computed again"
+        )
+
+
+def _crc(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).data)
+
+
+def _to_numpy(x: torch.Tensor) -> np.ndarray:
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _to_torch(array: np.ndarray) -> torch.Tensor:
+    x = torch.from_numpy(array.copy())
+    return x.view(torch.bfloat16) if x.dtype == torch.uint16 else x
