@@ -94,6 +94,16 @@ def decode_header(head: bytes, where: str) -> dict[str, TensorSpec]:
     return specs
 
 
+def decode_metadata(head: bytes, where: str) -> dict[str, str]:
+    """The header's metadata, empty when it has none; checks as decode_header."""
+    decode_header(head, where)
+    (length,) = struct.unpack_from("<Q", head)
+    metadata = json.loads(head[8 : 8 + length]).get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{where}, header", expected="metadata of text values", found=repr(metadata)[:200])
+    return metadata
+
+
 def decode(data: bytes, where: str) -> dict[str, np.ndarray]:
     """All tensors of a whole shard, as read-only views in their carrier types."""
     out = {}
