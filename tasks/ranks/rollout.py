@@ -185,13 +185,13 @@ class Partition:
             resumed = self._resume(base)
             if len(responses) < len(self.requests):
                 _ = self.worker.model  # read here, where it is safe to be stopped
-        self.worker.say(
-            "resumed", partition=self.index, epoch=self.lease.epoch,
-            recovered={t.trajectory_id: len(t.ids) for t in base.trajectories} if base else {},
-            kv_restored=sum(r.kv is not None for r in resumed.values()),
-            prefill_rebuilt=sum(r.rebuilds for r in resumed.values()),
-        )  # fmt: skip
         with self._open_log(base) as log:
+            self.worker.say(
+                "resumed", partition=self.index, epoch=self.lease.epoch,
+                recovered={t.trajectory_id: len(t.ids) for t in base.trajectories} if base else {},
+                kv_restored=sum(r.kv is not None for r in resumed.values()),
+                prefill_rebuilt=sum(r.rebuilds for r in resumed.values()),
+            )  # fmt: skip
             if len(responses) < len(self.requests):
                 self._run_engine(log, responses, resumed)
         return responses
