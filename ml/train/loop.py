@@ -43,7 +43,7 @@ class Tally:
         self.kl_T, self.tokens_T, self.loads_T = torch.zeros(3, self.num_teachers, dtype=torch.float64)
 
     def add(self, batch: MicroBatch, loss: torch.Tensor, kls: list[torch.Tensor]) -> None:
-        self.loss += float(loss)
+        self.loss += float(loss.detach())
         for segment, kl_R in zip(batch.segments, kls, strict=True):
             self.kl_T[segment.teacher_index] += kl_R.double().sum().item()
             self.tokens_T[segment.teacher_index] += int((segment.weight_R != 0).sum())

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ml.train import loader as loader_module
-from ml.train.batches import layout, schedule
+from ml.train.batches import Phase, layout, schedule
 from ml.train.loader import NodeLoader, RankBatches
 from schemas import shards
 from schemas.errors import ConfigError, ContractError, FormatError, StoreError
@@ -45,10 +45,15 @@ def frames_of(world: World, plan: list[dict], ranks: int, **options):
     return schedule(plan, world.trajectory_rows, world.hidden_rows, ranks=ranks, **options)
 
 
-def phases(plan: list[dict]) -> list[tuple[str, int]]:
-    steps = sorted({r["step"] for r in plan if r["split"] == "train"})
-    heldout = any(r["split"] == "heldout" for r in plan)
-    return [("before", 0)] * heldout + [("train", s) for s in steps] + [("after", 0)] * heldout
+def phases(plan: list[dict]) -> list[tuple[Phase, int]]:
+    steps: list[tuple[Phase, int]] = [("train", s) for s in sorted({r["step"] for r in plan if r["split"] == "train"})]
+    return [("before", 0), *steps, ("after", 0)]
+
+
+def read_all(batches: RankBatches, plan: list[dict]) -> None:
+    for phase, step in phases(plan):
+        for _ in batches.mini_batch(phase, step):
+            continue
 
 
 def walk(tmp_path: Path, world: World, plan: list[dict], ranks: int, loader_bytes: int = 1 << 20) -> list[list[dict]]:
@@ -182,15 +187,13 @@ def test_a_long_trajectory_may_lie_in_several_objects(tmp_path):
 # --- damage and disagreement
 
 
-def failure_of(tmp_path: Path, world: World, plan: list[dict]) -> BaseException:
+def failure_of(tmp_path: Path, world: World, plan: list[dict]) -> Exception:
     frames = frames_of(world, plan, 1)
     loader = NodeLoader(frames, world.blobs, ranks=1, loader_bytes=1 << 20, job_id="bad", root=tmp_path)
     try:
         batches = RankBatches(loader.folder, frames, rank=0, ranks=1, device=CPU)
-        with pytest.raises(BaseException) as caught:  # noqa: PT011 - the caller checks the kind
-            for phase, step in phases(plan):
-                for _ in batches.mini_batch(phase, step):
-                    continue
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - the caller checks the kind
+            read_all(batches, plan)
         return caught.value
     finally:
         loader.close()
@@ -334,8 +337,7 @@ def test_a_killed_owner_is_noticed_and_its_memory_reaped_by_the_next(tmp_path):
     owner.wait()
     # The ring held no more than the first frames: what was never fetched can never come.
     with pytest.raises(StoreError, match="its lock free"):
-        for phase, step in phases(plan)[1:]:
-            list(batches.mini_batch(phase, step))
+        read_all(batches, plan)
     assert folder.exists()
     other, second = start_owner(tmp_path)
     try:
