@@ -24,7 +24,7 @@ import pytest
 from infra import leases
 from infra.store import LocalStore
 from schemas import keys, shards
-from schemas.errors import EXIT_PREEMPTED, ContractError, FormatError
+from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError
 from schemas.rows import TRAJECTORIES, content_digest
 from tests.tiny import tiny_model
 
@@ -86,7 +86,7 @@ class Site:
     def start(self, scratch: str = "node", pause: str = "") -> Run:
         self._starts += 1
         entry = self.work["partitions"][0] | ({"acknowledged": self.acknowledged} if self.acknowledged else {})
-        work = self.work | {"scratch": str(self.folder / scratch), "partitions": [entry]}
+        work = self.work | {"scratch": str(self.folder / scratch), "partitions": [entry, *self.work["partitions"][1:]]}
         path = self.folder / f"work{self._starts}.json"
         path.write_text(json.dumps(work))
         return Run(path, pause)
@@ -409,3 +409,71 @@ def test_log_of_another_student_is_refused(site):
     refused = site.start()
     assert refused.status() == ContractError.exit_status
     assert "d" * 64 in refused.said("error")[0]["text"]
+
+
+def test_no_time_to_spill_still_keeps_every_token(site, reference):
+    site.work["grace_seconds"] = 0.0
+    first = site.start()
+    first.until_sampling(40)
+    first.send(signal.SIGTERM)
+    assert first.status() == EXIT_PREEMPTED
+    site.told(first)
+    assert site.acknowledged is not None
+    assert site.store.list(keys.owned_object(OWNED, 1, "spill/")) == []
+    shutil.rmtree(site.folder / "node")
+    second = site.start("other-node")
+    assert second.status() == 0, second.output()
+    (resumed,) = second.said("resumed")
+    assert all(resumed["recovered"][i] >= n for i, n in site.acknowledged["tokens"].items())
+    assert resumed["prefill_rebuilt"] > 0
+    assert_same(site, reference)
+
+
+def test_short_cache_pauses_sequences_and_changes_no_byte(site, reference):
+    page_bytes = 2 * 2 * 16 * 2 * 12 * 2  # keys and values, layers, tokens, kv heads, channels, bf16
+    site.work["engine"]["kv_bytes"] = 12 * page_bytes
+    run = site.start()
+    assert run.status() == 0, run.output()
+    rows = assert_same(site, reference)
+    assert sum(r["num_prefill_rebuilds"] for r in rows) > 0
+    assert sum(r["num_preemptions"] for r in rows) == 0
+
+
+def test_cache_that_cannot_hold_one_sequence_is_refused(site):
+    site.work["engine"]["kv_bytes"] = 8 * 2 * 2 * 16 * 2 * 12 * 2
+    run = site.start()
+    assert run.status() == ConfigError.exit_status
+    assert "rollout.kv_bytes" in run.said("error")[0]["text"]
+
+
+def test_partitions_of_one_work_file_and_their_stop(site, reference):
+    """Cut otherwise, the same trajectories; a stop in the first partition leaves the second to the next worker."""
+    requests = site.work["partitions"][0]["requests"]
+    site.work["partitions"] = [{"partition": 3, "requests": requests[:4]}, {"partition": 4, "requests": requests[4:]}]
+    first = site.start()
+    first.until_sampling()
+    first.send(signal.SIGTERM)
+    assert first.status() == EXIT_PREEMPTED
+    assert site.store.list(keys.partition_prefix(PREFIX, 4)) == []
+    second = site.start()
+    assert second.status() == 0, second.output()
+    assert [m["partition"] for m in second.said("finished")] == [3, 4]
+    want = by_trajectory(*reference[:2])
+    for partition, count in ((3, 4), (4, 5)):
+        found = leases.finished(site.store, keys.partition_prefix(PREFIX, partition))
+        assert found is not None
+        shard = site.store.get(found.manifest["objects"][0]["key"])
+        rows = [json.loads(line) for line in site.store.get(found.manifest["rows_key"]).splitlines()]
+        assert len(rows) == count
+        for trajectory_id, columns in by_trajectory(shard, rows).items():
+            assert columns == want.pop(trajectory_id)
+    assert want == {}
+
+
+def by_trajectory(shard: bytes, rows: list[dict]) -> dict[str, list]:
+    columns = shards.decode(shard, "shard")
+    names = ("response_ids", "logprobs_raw", "logprobs_sampled", "sampled_mask")
+    return {
+        r["trajectory_id"]: [columns[n][r["first_row"] : r["first_row"] + r["response_tokens"]].tolist() for n in names]
+        for r in rows
+    }
