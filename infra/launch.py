@@ -33,6 +33,7 @@ from schemas.errors import EXIT_PREEMPTED, StoreError
 OnMessage = Callable[[int, dict[str, Any]], None]
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded before any fork
 _TAIL_BYTES = 4000
 _LINE_BYTES = 1 << 24
 _POLL_SECONDS = 0.1
@@ -137,7 +138,7 @@ class RankProcess:
         # Until it is reaped the rank's id is nobody else's, so the rest of its group can be killed by it.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
             self._reaped = True
@@ -147,7 +148,11 @@ class RankProcess:
 
 
 class Ranks:
-    """The ranks of one group or pool, owned by one thread: start, hear and await them inside a `with` block."""
+    """The ranks of one group or pool: start, hear and await them inside a `with` block.
+
+    All in one thread, which is to outlive them: on Linux the death of the thread that started a process is what
+    ends the process.
+    """
 
     def __init__(
         self, *, log_dir: Path, on_message: OnMessage, grace_seconds: float, stop: threading.Event | None = None
@@ -169,7 +174,7 @@ class Ranks:
 
     def start(self, command: RankCommand) -> RankProcess:
         """Start a rank, also one that ended before; others are not touched. StoreError if the system refuses."""
-        if self.stopping or command.rank in self.running:
+        if self._kill_at is not None or command.rank in self.running:
             raise RuntimeError(f"rank {command.rank} may not start: it is running, or the ranks are stopping")
         many = command.world_size > 1
         ids = {"RANK": str(command.rank), "LOCAL_RANK": str(command.rank), "WORLD_SIZE": str(command.world_size)}
@@ -209,7 +214,8 @@ class Ranks:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGTERM, signal.SIGINT):
-                self._old_handlers[signum] = signal.signal(signum, self._receive)
+                if signal.getsignal(signum) is not None:  # None: a handler that is not Python's, left alone
+                    self._old_handlers[signum] = signal.signal(signum, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -227,6 +233,8 @@ class Ranks:
             signal.raise_signal(self._received)
 
     def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and self._received == signum:  # the user will not wait
+            self._grace_seconds, self._kill_at = 0.0, self._kill_at and time.monotonic()
         self._received = signum
 
 
@@ -273,7 +281,7 @@ def _run_rank(module: str, work_path: str) -> None:
     Done here and not between fork and exec, where a process with threads may run hardly any code.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ.pop("OPD_PARENT")):
         sys.exit(f"{module}: the owner of this rank is gone")
     sys.argv = [module, work_path]
