@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _LOG_LINES = 15
+#: A flow runs a few dozen short jobs: the optimising compiler and parallel collectors cost twice what they win.
+_JVM_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 _PROJECT = Path(__file__).resolve().parents[1]
 _KINDS = {kind.kind: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OpdError)}
 
@@ -61,7 +63,7 @@ def session(root: str, settings: Spark) -> SparkSession:
         "spark.driver.memory": settings.driver_memory,
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
-        "spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={scratch} -Dderby.system.home={scratch}",
+        "spark.driver.extraJavaOptions": f"{_JVM_OPTIONS} -Djava.io.tmpdir={scratch}",
         "spark.local.dir": scratch,
         "spark.sql.warehouse.dir": f"file://{scratch}/warehouse",
         "spark.jars": ",".join(str(path) for path in jar_paths),

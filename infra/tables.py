@@ -148,7 +148,7 @@ def _has_slice_from(root: str, table: str, run_id: str, iteration: int) -> bool:
 def read_rows(
     root: str, table: str, where: Mapping[str, Any], columns: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Rows whose columns equal the values of `where`, in sort-key order, without a JVM.
+    """Rows whose columns equal the values of `where`, in order of slice key and sort key, without a JVM.
 
     columns: a subset of the table's, all by default. A table that was never created has no rows. Raises ContractError
     for an unknown column, StoreError when the table cannot be read.
@@ -160,7 +160,7 @@ def read_rows(
         raise ContractError(f"table {table}", expected=f"columns of {spec.column_names()}", found=unknown[0])
     if not table_exists(root, table):
         return []
-    order = ", ".join(f'"{c}" NULLS FIRST' for c in spec.sort_key)
+    order = ", ".join(f'"{c}" NULLS FIRST' for c in (*spec.slice_key, *spec.sort_key))
     condition = " AND ".join(_equals(c, v) for c, v in where.items()) or "true"
     names = ", ".join(f'"{c}"' for c in wanted)
     query = f"SELECT {names} FROM rows WHERE {condition} ORDER BY {order}"
@@ -185,12 +185,16 @@ def read_jsonl(store: ObjectStore, table: Table, key: str) -> list[dict[str, Any
             continue
         where = f"{key}, line {number}"
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
         except ValueError as error:
             raise FormatError(where, expected="a JSON object in UTF-8", found=str(error)) from error
         _check_row(table, row, where)
         rows.append(row)
     return rows
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _check_row(table: Table, row: Any, where: str) -> None:
@@ -219,6 +223,9 @@ def _fits(type_name: str, value: Any) -> bool:
         )  # fmt: skip
     if type(value) is not _PYTHON[type_name]:
         return False
+    if type_name == "string":
+        # JSON can spell half a surrogate pair; UTF-8, and so a table, cannot hold it.
+        return not any("\ud800" <= c <= "\udfff" for c in value)
     if type_name in ("int", "bigint"):
         bits = 31 if type_name == "int" else 63
         return -(1 << bits) <= value < 1 << bits

@@ -1,4 +1,4 @@
-"""Fixtures shared by all folders: the object store under test."""
+"""Fixtures shared by all folders: the object store under test, and the one Spark session."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from infra.store import ObjectStore, open_store
+from tests.spark_session import spark, spark_root
+
+__all__ = ["spark", "spark_root", "store"]
 
 
 @pytest.fixture(params=["local"])
