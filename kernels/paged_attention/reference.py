@@ -116,30 +116,36 @@ def _partial(
     q_IHC: torch.Tensor, k_BUGC: torch.Tensor, v_BUGC: torch.Tensor, visible_I: torch.Tensor, written_B: torch.Tensor
 ) -> Partial:
     """Softmax of each row over the first visible_I (at least one) positions of its cut; written_B hold values."""
-    tokens_U = torch.arange(k_BUGC.shape[1], device=q_IHC.device)
-    # A weight of zero does not silence the NaN that an unwritten slot may hold.
-    v_BUGC = v_BUGC.masked_fill((tokens_U >= written_B[:, None])[:, :, None, None], 0.0)
-    scores_IHU = torch.cat(
-        [_rowwise(q, k_BUGC[:, :, g].transpose(1, 2)) for g, q in enumerate(q_IHC.chunk(k_BUGC.shape[2], 1))], 1
-    )
-    scores_IHU.masked_fill_((tokens_U >= visible_I[:, None])[:, None], float("-inf"))
-    max_IH = scores_IHU.amax(-1)
-    weights_IHU = torch.exp_(scores_IHU.sub_(max_IH.unsqueeze(-1)))
-    sum_IH = weights_IHU.sum(-1)
-    out_IHC = torch.cat([_rowwise(w, v_BUGC[:, :, g]) for g, w in enumerate(weights_IHU.chunk(k_BUGC.shape[2], 1))], 1)
-    return max_IH, sum_IH, out_IHC
-
-
-def _rowwise(a_Irx: torch.Tensor, b_Bxy: torch.Tensor) -> torch.Tensor:
-    """Batched product [I, r, y]; B is I, or 1 for one right matrix under every row."""
-    num_items = a_Irx.shape[0]
+    num_items = len(q_IHC)
     # BLAS shares out whole matrices among its threads, unless there are fewer than threads: then it may cut one.
     missing = max(0, 2 * torch.get_num_threads() - num_items)
     if missing:
-        a_Irx = torch.cat((a_Irx, a_Irx[:1].expand(missing, -1, -1)))
-        if b_Bxy.shape[0] > 1:
-            b_Bxy = torch.cat((b_Bxy, b_Bxy[:1].expand(missing, -1, -1)))
-    return torch.bmm(a_Irx, b_Bxy.expand(num_items + missing, -1, -1))[:num_items]
+        q_IHC, k_BUGC, v_BUGC, visible_I, written_B = (
+            _repeat_first(x, missing) if len(x) == num_items else x
+            for x in (q_IHC, k_BUGC, v_BUGC, visible_I, written_B)
+        )
+    tokens_U = torch.arange(k_BUGC.shape[1], device=q_IHC.device)
+    # A weight of zero does not silence the NaN that an unwritten slot may hold.
+    v_BUGC = v_BUGC.masked_fill((tokens_U >= written_B[:, None])[:, :, None, None], 0.0)
+    scores_IHU = _by_kv_head(q_IHC, k_BUGC.permute(2, 0, 3, 1))
+    scores_IHU.masked_fill_((tokens_U >= visible_I[:, None])[:, None], float("-inf"))
+    max_IH = scores_IHU.amax(-1)
+    weights_IHU = torch.exp_(scores_IHU.sub_(max_IH.unsqueeze(-1)))
+    out_IHC = _by_kv_head(weights_IHU, v_BUGC.permute(2, 0, 1, 3))
+    return _rows((max_IH, weights_IHU.sum(-1), out_IHC), 0, num_items)
+
+
+def _by_kv_head(a_IHx: torch.Tensor, b_GBxy: torch.Tensor) -> torch.Tensor:
+    """Batched products [I, H, y] of each head with its KV head's matrix; B is I, or 1 for one under every row.
+
+    Bits also depend on how the matrices lie in memory: a and what b views are contiguous in every call.
+    """
+    parts = zip(a_IHx.chunk(len(b_GBxy), 1), b_GBxy, strict=True)
+    return torch.cat([torch.bmm(a, b.expand(len(a_IHx), -1, -1)) for a, b in parts], 1)
+
+
+def _repeat_first(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat((x, x[:1].expand(count, *x.shape[1:])))
 
 
 def _rows(partial: Partial, first: int, stop: int) -> Partial:

@@ -68,14 +68,19 @@ def sample(logits_SV: torch.Tensor, keys: Sequence[int], positions: Sequence[int
 def gumbel_noise(
     keys: Sequence[int], positions: Sequence[int], num_ids: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """fp32 [S, num_ids], finite, between -2.9 and 22.9."""
-    u_SV = torch.empty(len(keys), num_ids, dtype=torch.float32, device=device)
+    """fp32 [S, num_ids], see `noise_of_words_`."""
+    words_SV = torch.empty(len(keys), num_ids, dtype=torch.float32, device=device)
     for first in range(0, len(keys), _PHILOX_ROWS):
         rows = slice(first, first + _PHILOX_ROWS)
         words_SB4 = philox_words(keys[rows], positions[rows], -(-num_ids // 4), device)
-        u_SV[rows] = words_SB4.flatten(1)[:, :num_ids]
-    u_SV.add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST_U)
-    return u_SV.neg_().log1p_().neg_().log_().neg_()
+        words_SV[rows] = words_SB4.flatten(1)[:, :num_ids]
+    return noise_of_words_(words_SV)
+
+
+def noise_of_words_(words: torch.Tensor) -> torch.Tensor:
+    """Words, as fp32, to Gumbel noise in place: finite, from -2.9 (largest word) to 22.9 (word 0)."""
+    u = words.add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST_U)
+    return u.neg_().log1p_().neg_().log_().neg_()
 
 
 def philox_words(
