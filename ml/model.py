@@ -118,6 +118,16 @@ class ModelConfig:
         )
 
 
+#: Features of related models that this one lacks -> the value that switches them off.
+_NEUTRAL = {
+    "final_logit_softcapping": 0,
+    "attn_logit_softcapping": 0,
+    "logit_scale": 1,
+    "lm_head_bias": False,
+    "partial_rotary_factor": 1,
+}
+
+
 def _refuse_unsupported(config_json: Mapping[str, Any], where: str) -> None:
     layer_types = config_json.get("layer_types") or []
     odd = next((t for t in layer_types if t != "full_attention"), None)
@@ -129,15 +139,10 @@ def _refuse_unsupported(config_json: Mapping[str, Any], where: str) -> None:
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if config_json.get(name):
             raise ConfigError(f"{where}, {name}", expected="a dense model", found=f"{config_json[name]} experts")
-    for name in (
-        "final_logit_softcapping",
-        "attn_logit_softcapping",
-        "logit_scale",
-        "lm_head_bias",
-        "partial_rotary_factor",
-    ):
-        if config_json.get(name) not in (None, False, 0, 1, 1.0):
-            raise ConfigError(f"{where}, {name}", expected="absent", found=repr(config_json[name]))
+    for name, neutral in _NEUTRAL.items():
+        value = config_json.get(name)
+        if value is not None and value != neutral:
+            raise ConfigError(f"{where}, {name}", expected=f"absent or {neutral}", found=repr(value))
     activation = config_json.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"{where}, hidden_act", expected="silu", found=repr(activation))

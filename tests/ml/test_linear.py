@@ -1,0 +1,134 @@
+"""Weight values against bit arithmetic, products against float64, and rows bit for bit in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ml.linear import ROWS, Linear, row_invariant_linear, row_invariant_logits, weight_values
+
+ROW_COUNTS = [*range(1, 36), 47, 63, 64, 65, 96, 100, 127, 199, 200]
+SHAPES = [(576, 576), (192, 576), (576, 1536), (48, 100), (13, 7), (1, 1), (1000, 33)]
+
+
+def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
+    """Round to nearest, ties to even, on the bits of finite fp32 numbers."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    kept, dropped = bits >> 16, bits & 0xFFFF
+    up = (dropped > 0x8000) | ((dropped == 0x8000) & (kept & 1 == 1))
+    return ((kept + up) << 16).astype(np.uint32).view(np.float32)
+
+
+def test_bf16_values_are_nearest_with_ties_to_even():
+    rng = np.random.default_rng(0)
+    edges = [0.0, -0.0, 1.0, 1.00390625, 1.01171875, 1e-45, -1e-40, 1.17549435e-38, 3.3e38, 65504.0]
+    values = np.concatenate([np.array(edges, np.float32), rng.normal(size=20000).astype(np.float32)])
+    found = weight_values(torch.from_numpy(values), "bf16").numpy()
+    np.testing.assert_array_equal(found.view(np.uint32), rounded_to_bf16(values).view(np.uint32))
+
+
+def test_values_keep_dtype_and_pass_the_gradient_through_unrounded():
+    w = torch.randn(5, 3, requires_grad=True)
+    grad = torch.randn(5, 3)
+    values = weight_values(w, "bf16")
+    assert values.dtype == torch.float32
+    values.backward(grad)
+    assert w.grad is not None
+    assert torch.equal(w.grad, grad)
+    assert weight_values(w, "fp32") is w
+
+
+def test_unknown_precision_is_an_error():
+    with pytest.raises(ValueError, match="fp3"):
+        weight_values(torch.zeros(1), "fp3")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "logits"])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
+def test_a_row_has_the_same_bits_in_any_company(kind, num_outputs, num_inputs):
+    generator = torch.Generator().manual_seed(num_outputs)
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    x_NI = torch.randn(200, num_inputs, generator=generator).to(dtype)
+    w_OI = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
+    product = row_invariant_logits if kind == "logits" else row_invariant_linear
+    alone = torch.cat([product(row, w_OI) for row in x_NI.split(1)])
+    for num_rows in ROW_COUNTS:
+        chosen = torch.randperm(200, generator=generator)[:num_rows]
+        assert torch.equal(product(x_NI[chosen], w_OI), alone[chosen]), num_rows
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS])
+def test_products_and_bias_equal_float64(num_rows):
+    x_NI, w_OI, bias_O = torch.randn(num_rows, 70), torch.randn(45, 70), torch.randn(45)
+    want = x_NI.double() @ w_OI.double().t() + bias_O.double()
+    found = row_invariant_linear(x_NI, w_OI, bias_O)
+    assert found.shape == (num_rows, 45)
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_logits_of_bf16_states_are_summed_and_kept_in_fp32():
+    h_ND, w_VD = torch.randn(40, 576).bfloat16(), torch.randn(500, 576).bfloat16()
+    want = h_ND.double() @ w_VD.double().t()
+    found = row_invariant_logits(h_ND, w_VD)
+    assert found.dtype == torch.float32
+    # A bf16 result would be off by up to 0.25 at this size.
+    assert (found - want).abs().max() < 1e-3
+    assert torch.equal(found, row_invariant_logits(h_ND, w_VD.float()))
+
+
+def test_logits_leave_the_precision_setting_as_it_was():
+    matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before = matmul.fp32_precision
+    row_invariant_logits(torch.randn(3, 8).bfloat16(), torch.randn(5, 8))
+    assert matmul.fp32_precision == before
+    with pytest.raises(RuntimeError):
+        row_invariant_logits(torch.randn(3, 8).bfloat16(), torch.randn(5, 9))
+    assert matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_operands_lie_in_memory_does_not_matter(dtype):
+    x_NI, w_OI = torch.randn(37, 100).to(dtype), torch.randn(50, 100).to(dtype)
+    want = row_invariant_linear(x_NI, w_OI)
+    for shift in (1, 3, 8):
+        flat = torch.zeros(50 * 100 + shift, dtype=dtype)
+        w_view = flat[shift:].view(50, 100).copy_(w_OI)
+        assert torch.equal(row_invariant_linear(x_NI, w_view), want)
+    x_strided = torch.empty(37, 200, dtype=dtype)[:, ::2].copy_(x_NI)
+    assert torch.equal(row_invariant_linear(x_strided, w_OI), want)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_master_and_stored_values_give_the_same_bits(compute):
+    master = Linear(64, 40, bias=True, precision="bf16", compute=compute, dtype=torch.float32)
+    stored = Linear(64, 40, bias=True, precision="fp32", compute=compute, dtype=compute)
+    with torch.no_grad():
+        for parameter, copy in zip(master.parameters(), stored.parameters(), strict=True):
+            copy.copy_(torch.from_numpy(rounded_to_bf16(parameter.normal_().numpy())))
+        x_NI = torch.randn(50, 64)
+        found = master(x_NI)
+        assert found.dtype == compute
+        assert torch.equal(found, stored(x_NI))
+    tolerance = 1e-5 if compute == torch.float32 else 2e-2
+    torch.testing.assert_close(master(x_NI), found, rtol=tolerance, atol=tolerance * 8)
+
+
+def test_gradients_of_a_linear_equal_float64():
+    linear = Linear(30, 20, bias=True, precision="bf16", compute=torch.float32, dtype=torch.float32)
+    for parameter in linear.parameters():
+        parameter.data.normal_()
+    x_NI, upstream = torch.randn(11, 30, requires_grad=True), torch.randn(11, 20)
+    linear(x_NI).backward(upstream)
+    assert linear.weight.grad is not None
+    assert linear.bias is not None
+    values = torch.from_numpy(rounded_to_bf16(linear.weight.detach().numpy())).double()
+    want = upstream.double().t() @ x_NI.detach().double()
+    torch.testing.assert_close(linear.weight.grad, want.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear.bias.grad, upstream.double().sum(0).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x_NI.grad, (upstream.double() @ values).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_not_the_class_that_deepspeed_gathers_in_bf16():
+    linear = Linear(2, 2, bias=False, precision="bf16", compute=torch.float32, dtype=torch.float32)
+    assert not isinstance(linear, torch.nn.Linear)
