@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.linear_kl import products
+
 _ROW_STEP = 16
 # A slab is this many chunks: 8 bytes of logits a token for 2 bytes of gradient make both halves equal.
 _CHUNKS_PER_SLAB = 4
@@ -58,17 +60,19 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
             chunk = slice(start, min(start + space.chunk_rows, padded))
             size = chunk.stop - chunk.start
             _take_rows(t_NE, first + start, weight_G[chunk], space.t_LE[:size])
-            _product(h_GD[chunk], w_values_VD.t(), space.student_LV[:size])
-            _product(space.t_LE[:size], u_values_VE.t(), space.teacher_LV[:size])
+            _multiply(h_GD[chunk], w_values_VD.t(), space.student_LV[:size], size == space.chunk_rows)
+            _multiply(space.t_LE[:size], u_values_VE.t(), space.teacher_LV[:size], size == space.chunk_rows)
             _kl_pass(space, size, weight_G[chunk], dz_GV[chunk], plan)
             live = min(chunk.stop, rows) - start
             if live > 0:
                 kl_N[first + start : first + start + live] = space.kl_L[:live]
         if grad_h_ND is not None:
-            _product(dz_GV, w_values_VD, space.grad_h_GD[:padded])
+            _multiply(dz_GV, w_values_VD, space.grad_h_GD[:padded], padded == space.slab_rows)
             grad_h_ND[first : first + rows] = space.grad_h_GD[:rows]
         if grad_w_VD is not None:
-            _product(dz_GV.t(), h_GD, grad_w_VD[:V], accumulate=first > 0)
+            if first == 0 and space.slab_rows < N:
+                products.tune(dz_GV.t(), h_GD, grad_w_VD[:V], accumulate=True)
+            products.multiply(dz_GV.t(), h_GD, grad_w_VD[:V], accumulate=first > 0)
     return kl_N, grad_h_ND, grad_w_VD
 
 
@@ -113,9 +117,7 @@ class _Workspace:
             "arrived_L": (1, chunk_rows + 1, torch.int32),
         }
         sizes = {name: -(-r * c * dtype.itemsize // 256) * 256 for name, (r, c, dtype) in parts.items()}
-        # CPU tensors come here only under Triton's interpreter.
-        stream = torch.cuda.current_stream(h_ND.device).cuda_stream if h_ND.is_cuda else 0
-        key = (h_ND.device, stream)
+        key = (h_ND.device, products.stream(h_ND.device))
         buffer = _buffers.get(key)
         if buffer is None or buffer.numel() < sum(sizes.values()):
             _buffers.pop(key, None)  # free before the larger one is asked for
@@ -137,14 +139,10 @@ def _rows(columns, dz_bytes, chunk_bytes):
     return chunk_rows, chunk_rows * _CHUNKS_PER_SLAB
 
 
-def _product(a_MK, b_KN, out_MN, *, accumulate=False):
-    """out = a b, or out += a b, with fp32 sums; out may be fp32 where a and b are bf16."""
-    if a_MK.dtype == out_MN.dtype:
-        torch.addmm(out_MN, a_MK, b_KN, out=out_MN) if accumulate else torch.mm(a_MK, b_KN, out=out_MN)
-    elif accumulate:
-        torch.ops.aten.addmm.dtype_out(out_MN, a_MK, b_KN, out_MN.dtype, out=out_MN)
-    else:
-        torch.ops.aten.mm.dtype_out(a_MK, b_KN, out_MN.dtype, out=out_MN)
+def _multiply(a_MK, b_KN, out_MN, recurring):
+    if recurring:  # tails come in many sizes, each too rare to be worth timing
+        products.tune(a_MK, b_KN, out_MN)
+    products.multiply(a_MK, b_KN, out_MN)
 
 
 def _take_rows(source_ND, first, weight_M, out_MD):
@@ -173,7 +171,7 @@ def _kl_pass(space, size, weight_L, dz_LV, plan):
         GRADIENT=plan.want_h or plan.want_w,
         SLICES_POW2=triton.next_power_of_2(slices),
         BLOCK=_SLICE,
-        num_warps=8,
+        num_warps=4,
     )
 
 
@@ -198,6 +196,16 @@ def _scale_unless_one(tensor, factor, size, BLOCK: tl.constexpr):
             tl.store(tensor + index, (value.to(tl.float32) * by).to(value.dtype), mask=index < size)
             index += tl.num_programs(0).to(tl.int64) * BLOCK
             remaining -= tl.num_programs(0).to(tl.int64) * BLOCK
+
+
+@triton.jit
+def _max_two(a0, a1, b0, b1):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1)
+
+
+@triton.jit
+def _add_three(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
@@ -240,21 +248,20 @@ def _kl_slices(
         to_log2 = inverse_temperature * _LOG2E
         x = tl.load(student + row * stride_z + column, mask=inside, other=float("-inf")) * to_log2
         y = tl.load(teacher + row * stride_z + column, mask=inside, other=float("-inf")) * to_log2
-        x_max = tl.max(x, 0)
-        y_max = tl.max(y, 0)
+        x_max, y_max = tl.reduce((x, y), 0, _max_two)
         # Shifted by the slice's own maxima; columns outside V get probability 0 and difference 0.
         p_local = tl.exp2(y - y_max)
         q_local = tl.exp2(x - x_max)
         difference = tl.where(inside, (x - x_max) - (y - y_max), 0.0)
+        x_sum, y_sum, weighted = tl.reduce(
+            (q_local, p_local, (q_local if REVERSE else p_local) * difference), 0, _add_three
+        )
         here = partial + (row * slices + slice_index) * 8
         tl.store(here + 0, x_max)
-        tl.store(here + 1, tl.sum(q_local, 0))
+        tl.store(here + 1, x_sum)
         tl.store(here + 2, y_max)
-        tl.store(here + 3, tl.sum(p_local, 0))
-        if REVERSE:
-            tl.store(here + 4, tl.sum(q_local * difference, 0))
-        else:
-            tl.store(here + 4, tl.sum(p_local * difference, 0))
+        tl.store(here + 3, y_sum)
+        tl.store(here + 4, weighted)
         tl.debug_barrier()
         waiting = tl.atomic_add(arrived + 1 + row, 1, sem="acq_rel") + 1
         while waiting < slices:
@@ -266,22 +273,21 @@ def _kl_slices(
         exists = each < slices
         x_maxes = tl.load(there + 0, mask=exists, other=float("-inf"), cache_modifier=".cg")
         y_maxes = tl.load(there + 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        x_top = tl.max(x_maxes, 0)
-        y_top = tl.max(y_maxes, 0)
+        x_top, y_top = tl.reduce((x_maxes, y_maxes), 0, _max_two)
         x_scale = tl.exp2(x_maxes - x_top)
         y_scale = tl.exp2(y_maxes - y_top)
         x_sums = tl.load(there + 1, mask=exists, other=0.0, cache_modifier=".cg") * x_scale
         y_sums = tl.load(there + 3, mask=exists, other=0.0, cache_modifier=".cg") * y_scale
-        x_sum = tl.sum(x_sums, 0)
-        y_sum = tl.sum(y_sums, 0)
-        log_ratio = tl.log2(x_sum / y_sum)
+        weights = tl.load(there + 4, mask=exists, other=0.0, cache_modifier=".cg")
         # A slice's differences were taken from its own maxima; moving them to the row's adds a constant a slice.
         moved = tl.where(exists, (x_maxes - x_top) - (y_maxes - y_top), 0.0)
-        weighted = tl.load(there + 4, mask=exists, other=0.0, cache_modifier=".cg")
         if REVERSE:
-            total = tl.sum(weighted * x_scale + x_sums * moved, 0) / x_sum - log_ratio
+            weights = weights * x_scale + x_sums * moved
         else:
-            total = log_ratio - tl.sum(weighted * y_scale + y_sums * moved, 0) / y_sum
+            weights = weights * y_scale + y_sums * moved
+        x_sum, y_sum, weighted = tl.reduce((x_sums, y_sums, weights), 0, _add_three)
+        log_ratio = tl.log2(x_sum / y_sum)
+        total = weighted / x_sum - log_ratio if REVERSE else log_ratio - weighted / y_sum
         if slice_index == 0:
             tl.store(kl + row, total * _LN2)
         if GRADIENT:
