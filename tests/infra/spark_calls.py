@@ -1,0 +1,53 @@
+"""What tests/infra/test_spark.py calls inside the Spark child."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schemas.errors import StoreError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def count(spark: SparkSession, *, rows: int) -> dict[str, Any]:
+    """Prints on every stream that an answer could be mixed up with."""
+    print('{"result": "not the answer"}', flush=True)
+    os.write(1, b'{"result": "nor this"}\n')
+    print("chatter on stderr", file=sys.stderr, flush=True)
+    return {"count": spark.range(rows).count(), "text": "\u2028\n\ud800", "pid": os.getpid()}
+
+
+def jvm_pid(spark: SparkSession) -> int:
+    return spark.sparkContext._gateway.proc.pid  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def fail(spark: SparkSession, *, kind: str) -> None:
+    if kind == "opd":
+        raise StoreError("disk", expected="room", found="none", safe="all", next_command="df -h")
+    if kind == "sql":
+        spark.sql("SELECT * FROM opd.nothing")
+    raise RuntimeError("a bug of ours")
+
+
+def unserialisable(spark: SparkSession) -> object:
+    return object()
+
+
+def die(spark: SparkSession, *, marker: str, times: int) -> str:
+    """Ends the process in the middle of a call, as often as told."""
+    deaths = Path(marker)
+    so_far = len(deaths.read_bytes()) if deaths.exists() else 0
+    if so_far < times:
+        deaths.write_bytes(b"x" * (so_far + 1))
+        print("about to die", flush=True)
+        os._exit(9)
+    return f"alive after {so_far}"
+
+
+def sleep(spark: SparkSession, *, seconds: float) -> None:
+    time.sleep(seconds)

@@ -1,0 +1,99 @@
+"""The Spark child as a process: answers, errors, deaths, and what is left when its flow is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.spark import SparkChild
+from schemas.errors import ConfigError, StageError, StoreError
+from tests.spark_session import SETTINGS
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+CALLS = "tests.infra.spark_calls"
+ONE_CORE = {**SETTINGS.model_dump(), "cores": 1, "driver_memory": "1g"}
+
+
+def ended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+def wait_until_ended(pids: list[int], seconds: float = 60) -> list[int]:
+    """Those that still run after the time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(map(ended, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if not ended(pid)]
+
+
+def test_answers_errors_and_deaths(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    with SparkChild(str(root), ONE_CORE, tmp_path / "logs" / "spark.log") as child:
+        assert child.pid is None
+        answer = child.call(f"{CALLS}:count", rows=1000)
+        assert answer == {"count": 1000, "text": "\u2028\n\ud800", "pid": child.pid}
+        jvm = child.call(f"{CALLS}:jvm_pid")
+
+        with pytest.raises(StoreError) as caught:
+            child.call(f"{CALLS}:fail", kind="opd")
+        assert str(caught.value) == "store error: disk\nexpected: room\nfound: none\nsafe: all\nnext: df -h"
+        for call, words in [
+            (("fail", {"kind": "sql"}), "TABLE_OR_VIEW_NOT_FOUND"), (("fail", {"kind": "bug"}), "a bug of ours"),
+            (("unserialisable", {}), "not JSON serializable"), (("nothing", {}), "has no attribute"),
+        ]:  # fmt: skip
+            with pytest.raises(StageError, match=words):
+                child.call(f"{CALLS}:{call[0]}", **call[1])
+        assert child.call(f"{CALLS}:count", rows=3)["pid"] == answer["pid"]
+
+        once = str(tmp_path / "once")
+        assert child.call(f"{CALLS}:die", marker=once, times=1) == "alive after 1"
+        assert child.pid != answer["pid"]
+        with pytest.raises(StageError, match=r"(?s)died twice.*about to die.*spark\.log"):
+            child.call(f"{CALLS}:die", marker=str(tmp_path / "always"), times=99)
+        assert wait_until_ended([answer["pid"], jvm]) == []
+    assert not root.exists(), "a session made something under a root that has no tables"
+
+
+def test_the_child_ends_with_its_flow_even_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    flow = (
+        "import sys, threading, time\n"
+        "from pathlib import Path\n"
+        "from infra.spark import SparkChild\n"
+        f"child = SparkChild({str(tmp_path / 'data')!r}, {ONE_CORE!r}, Path({str(tmp_path / 'spark.log')!r}))\n"
+        # The thread that starts the child ends long before the flow does.
+        f"first = threading.Thread(target=lambda: print(child.call('{CALLS}:jvm_pid'), child.pid, flush=True))\n"
+        "first.start(); first.join(); time.sleep(0.5)\n"
+        f"print(child.call('{CALLS}:count', rows=2)['count'], 'pyspark' in sys.modules, flush=True)\n"
+        f"child.call('{CALLS}:sleep', seconds=600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", flow], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert process.stdout.readline() == "2 False\n"
+        assert [pid for pid in pids if ended(pid)] == []
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert wait_until_ended(pids) == []
+
+
+def test_without_java_the_call_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
+    with (
+        SparkChild(str(tmp_path / "data"), ONE_CORE, tmp_path / "spark.log") as child,
+        pytest.raises(ConfigError, match="Java 17 or later"),
+    ):
+        child.call(f"{CALLS}:count", rows=1)
+    assert child.pid is None
