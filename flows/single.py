@@ -1,0 +1,36 @@
+"""One stage alone, without a Prefect server: the stages before it are read from their manifests."""
+
+from __future__ import annotations
+
+from schemas.config import RunConfig
+from schemas.errors import ConfigError
+from tasks import plan, rollout, teach, train
+from tasks.session import Progress, open_session, silent
+from tasks.stage import StageResult
+from tasks.students import student_of
+
+STAGES = ("rollout", "teach", "dispatch", "train")
+
+
+def run_single(config: RunConfig, stage: str, iteration: int, *, progress: Progress = silent) -> StageResult:
+    """Execute or continue one stage. Raises StageError naming the first earlier stage that is not finished."""
+    if not 0 <= iteration < config.iterations:
+        raise ConfigError("--iteration", expected=f"0 to {config.iterations - 1}", found=str(iteration))
+    with open_session(config, progress=progress, target=(iteration, stage)) as session:
+        trained: StageResult | None = None
+        for number in range(iteration + 1):
+            student = student_of(session, trained)
+            done: dict[str, StageResult] = {}
+            for name in STAGES:
+                if name == "rollout":
+                    done[name] = rollout.rollout(session, number, student)
+                elif name == "teach":
+                    done[name] = teach.teach(session, number, done["rollout"])
+                elif name == "dispatch":
+                    done[name] = plan.dispatch(session, number, done["rollout"], done["teach"])
+                else:
+                    done[name] = train.train(session, number, student, dict(done))
+                if (number, name) == (iteration, stage):
+                    return done[name]
+            trained = done["train"]
+    raise AssertionError(f"{stage} of iteration {iteration} was not reached")

@@ -1,0 +1,100 @@
+"""What the commands print for a person: the end of a campaign, a run, rows of a query."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from schemas.config import RunConfig
+from tasks.stage import StageResult
+
+READY_QUERY = (
+    "SELECT domain, count(*), avg(reward) FROM opd.trajectories JOIN opd.prompts USING (prompt_id) GROUP BY domain"
+)
+
+
+def _number(value: Any, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) -> Table:
+    table = Table(title=f"run {config.run_id}", title_justify="left")
+    for name in ("iteration", "trajectories", "tokens sampled", "train reward", "held-out reward"):
+        table.add_column(name, justify="right")
+    for teacher in ("all teachers", *config.teacher_ids):
+        table.add_column(f"held-out KL\n{teacher}", justify="right")
+    table.add_column("head loads\na mini-batch", justify="right")
+    table.add_column("log-prob mismatch\nsampler max", justify="right")
+    for stages in results:
+        rolled, trained = stages["rollout"].stats, stages["train"].stats
+        kl = [
+            f"{_number(trained['heldout_kl_before'][k])} -> {_number(trained['heldout_kl_after'][k])}"
+            for k in ("all", *config.teacher_ids)
+        ]
+        table.add_row(
+            str(stages["rollout"].iteration), str(int(rolled["trajectories"])), str(int(rolled["sampled_tokens"])),
+            _number(rolled.get("train_reward"), 3), _number(rolled.get("heldout_reward"), 3), *kl,
+            _number(trained["head_loads_per_mini_batch"], 0), _number(trained["mismatch_sampler_max"], 6),
+        )  # fmt: skip
+    return table
+
+
+def print_campaign(
+    config: RunConfig, results: list[dict[str, StageResult]], notes: dict[str, Any], *, seconds: float
+) -> None:
+    """The end of `opd run`."""
+    console = Console(width=max(120, Console().width))
+    console.print(_iterations_table(config, results))
+    drill = next((s["rollout"].stats["drill"] for s in results if "drill" in s["rollout"].stats), None)
+    if drill:
+        console.print(
+            f"drill: a rollout worker was killed (SIGKILL) after {drill['acknowledged']} acknowledged tokens: "
+            f"{drill['lost']} acknowledged tokens lost, {drill['regenerated']} regenerated"
+        )
+    for name, value in notes.items():
+        console.print(f"{name}: {value}")
+    where = config.data if "://" in config.data else os.path.abspath(config.data)
+    option = "" if config.data == "data" else f" --data {config.data}"
+    console.print(f"tables    {where}/tables (database opd)", highlight=False, soft_wrap=True)
+    console.print(f'query     opd sql{option} "{READY_QUERY}"', highlight=False, soft_wrap=True)
+    console.print(f"texts     opd show {config.run_id}{option}", highlight=False)
+    console.print(f"check     opd verify {config.run_id}{option}", highlight=False)
+    api = os.environ.get("PREFECT_API_URL")
+    ui = (
+        api.removesuffix("/").removesuffix("/api")
+        if api
+        else "none running (prefect server start; then set PREFECT_API_URL)"
+    )
+    console.print(f"Prefect   {ui}", highlight=False, soft_wrap=True)
+    console.print(f"{seconds:.0f} s", highlight=False)
+
+
+def print_rows(columns: list[str], rows: list[list[Any]], *, as_json: bool) -> None:
+    if as_json:
+        for row in rows:
+            print(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False))
+        return
+    table = Table()
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*("null" if v is None else str(v) for v in row))
+    Console().print(table)
+
+
+def print_run(root: str, run_id: str, *, iteration: int | None, num: int, best: bool) -> None:
+    """The answer of `opd show RUN`."""
+    from tasks import show
+
+    stages = show.stages(root, run_id)
+    print_rows(list(stages[0]) if stages else ["stage"], [list(s.values()) for s in stages], as_json=False)
+    for text in show.texts(root, run_id, iteration=iteration, num=num, best=best):
+        print(f"\n--- iteration {text['iteration']}, {text['domain']}, {text['trajectory_id']}")
+        print(f"question  {text['question'].strip()}")
+        print(f"response  {text['response'].strip()}")
+        reward = _number(text["reward"], 3)
+        print(f"expected  {text['answer']}   reward {reward}, {text['tokens']} tokens, {text['finish_reason']}")

@@ -1,0 +1,164 @@
+"""The rollout stage: prompts of an iteration in, trajectories and their token shards out.
+
+A partition is a few whole groups (all samples of a prompt), so that a lost worker costs no group twice. The
+work files hold all that a worker needs; workers may die and be started again at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from typing import Any
+
+from schemas import keys
+from schemas.config import compute_dtype
+from tasks.prompts import load_prompts, prompts_of_iteration, split_prompts
+from tasks.session import Session
+from tasks.stage import Stage, StageResult, commit, read_rows_object, run_stage, slice_matches, table_entry
+from tasks.students import Student
+from tasks.text import Tokenizer
+from tasks.workers import run_workers
+
+
+def requests_of_iteration(session: Session, iteration: int, tokenizer: Tokenizer) -> list[list[dict[str, Any]]]:
+    """One group (list of requests) a prompt: training prompts of the iteration, then the held-out ones.
+
+    A prompt that one iteration takes twice (around an epoch's end) gets further sample indices.
+    """
+    config = session.config
+    train, heldout = split_prompts(load_prompts(config), config.seed, config.prompts.heldout)
+    taken = prompts_of_iteration(train, config.seed, config.prompts.per_iteration, iteration)
+    groups = []
+    times_taken: Counter[str] = Counter()
+    for split, prompts, samples in (("train", taken, config.rollout.samples_per_prompt), ("heldout", heldout, 1)):
+        for prompt in prompts:
+            prompt_ids = tokenizer.render(json.loads(prompt["messages"]))
+            first_sample = times_taken[prompt["prompt_id"]] * samples
+            times_taken[prompt["prompt_id"]] += 1
+            group = []
+            for sample_index in range(first_sample, first_sample + samples):
+                trajectory_id = keys.trajectory_id(config.run_id, iteration, prompt["prompt_id"], sample_index)
+                group.append(
+                    {
+                        "trajectory_id": trajectory_id,
+                        "prompt_id": prompt["prompt_id"],
+                        "sample_index": sample_index,
+                        "split": split,
+                        "domain": prompt["domain"],
+                        "prompt_ids": prompt_ids,
+                        "sampling_key": keys.sampling_key(config.seed, trajectory_id),
+                        "max_response_tokens": config.rollout.max_response_tokens,
+                        "prompt": prompt,
+                    }
+                )
+            groups.append(group)
+    return groups
+
+
+def commit_prompts(session: Session) -> None:
+    """The run's prompts into opd.prompts, a slice a source; nothing happens when they are there."""
+    by_source: dict[str, list[dict[str, Any]]] = {}
+    for row in load_prompts(session.config):
+        by_source.setdefault(row["source"], []).append(row)
+    for source, rows in by_source.items():
+        key = f"prompts/{keys.digest(source)[:16]}.jsonl"
+        entry = table_entry("prompts", {"source": source}, [key], rows)
+        if not slice_matches(session, "prompts", entry):
+            session.store.put(key, b"".join(keys.canonical_json(row) + b"\n" for row in rows))
+            commit(session, "prompts", entry)
+
+
+def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def metric(name: str, value: float) -> dict[str, Any]:
+        return {"run_id": run_id, "iteration": iteration, "stage": "rollout", "step": 0, "name": name,
+                "teacher_index": None, "value": value}  # fmt: skip
+
+    metrics = [
+        metric("trajectories", float(len(rows))),
+        metric("sampled_tokens", float(sum(r["sampled_tokens"] for r in rows))),
+        metric("stopped_share", sum(r["finish_reason"] == "stop" for r in rows) / max(len(rows), 1)),
+    ]
+    for split in ("train", "heldout"):
+        rewards = [r["reward"] for r in rows if r["split"] == split and r["reward"] is not None]
+        if rewards:
+            metrics.append(metric(f"{split}_reward", math.fsum(rewards) / len(rewards)))
+    return metrics
+
+
+def rollout(session: Session, iteration: int, student: Student) -> StageResult:
+    """Sample every trajectory of an iteration. Raises StageError when a partition keeps failing."""
+    config = session.config
+    commit_prompts(session)
+    tokenizer = Tokenizer.load(student.folder)
+    reports: list[dict[str, Any]] = []
+
+    def partitions(_prefix: str) -> dict[int, Any]:
+        groups = requests_of_iteration(session, iteration, tokenizer)
+        size = config.rollout.prompts_per_partition
+        return {
+            index: {"partition": index, "requests": [r for group in groups[first : first + size] for r in group]}
+            for index, first in enumerate(range(0, len(groups), size))
+        }
+
+    def execute(prefix: str, todo: dict[int, Any]) -> None:
+        workers = min(config.rollout.workers, len(todo))
+        work = {
+            "root": config.data,
+            "run_id": config.run_id,
+            "iteration": iteration,
+            "stage_prefix": prefix,
+            "student": {
+                "folder": str(student.folder), "precision": config.student.precision, "digest": student.version,
+            },
+            "compute": compute_dtype(config.student.precision),
+            "sampling": {
+                "temperature": config.rollout.temperature, "top_k": config.rollout.top_k, "top_p": config.rollout.top_p,
+            },
+            "stop_ids": sorted(tokenizer.stop_ids),
+            "vocab_size": tokenizer.vocab_size,
+            "engine": {
+                "max_sequences": config.rollout.max_sequences,
+                "page_tokens": config.rollout.page_tokens,
+                "kv_bytes": config.rollout.kv_bytes,
+            },
+            "threads": config.rollout.threads or max(1, (os.cpu_count() or 1) // workers),
+            "seal_seconds": config.rollout.seal_seconds,
+            "grace_seconds": config.rollout.grace_seconds,
+            "dead_after_seconds": config.rollout.dead_after_seconds,
+        }  # fmt: skip
+        reports.append(
+            run_workers(
+                session, "rollout", iteration, work, todo,
+                workers=workers,
+                max_attempts=config.rollout.max_attempts,
+                grace_seconds=config.rollout.grace_seconds,
+                kill_after_tokens=config.drill.kill_rollout_worker_after_tokens if iteration == 0 else 0,
+            )
+        )  # fmt: skip
+
+    def derive(manifests: dict[int, dict[str, Any]]):
+        rows = [row for m in manifests.values() for row in read_rows_object(session, m["rows_key"], m["rows_digest"])]
+        metrics = _metrics(config.run_id, iteration, rows)
+        stats = {m["name"]: m["value"] for m in metrics}
+        if reports and reports[0].get("drill"):
+            stats["drill"] = reports[0]["drill"]
+        return {"metrics": metrics}, stats
+
+    stage = Stage(
+        name="rollout",
+        iteration=iteration,
+        table="trajectories",
+        config={
+            "seed": config.seed,
+            "prompts": config.prompts.content(),
+            "rollout": config.rollout.content(),
+            "student": config.student.content(),
+        },
+        inputs={"student": student.version, "tokenizer": tokenizer.fingerprint},
+        partitions=partitions,
+        execute=execute,
+        derive=derive,
+    )
+    return run_stage(session, stage)

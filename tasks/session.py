@@ -1,0 +1,165 @@
+"""A run being driven: its record, its lease, its store, and the one Spark child of the flow.
+
+The numbered run record holds what the run is (configuration content and model digests). Every start compares
+with the newest record; a difference is an error that names `--from-iteration`, which writes the next record and
+deletes the table slices from that iteration on. Stages whose fingerprints did not change recommit by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infra import leases, tables
+from infra.spark import SparkChild
+from infra.store import ObjectStore, open_store
+from schemas import keys
+from schemas.config import RunConfig
+from schemas.errors import ContractError
+from tasks.models import model_digest, resolve_model
+
+#: on_progress(stage, done, total, unit); total may grow.
+Progress = Callable[[str, int, int, str], None]
+RUN_LEASE_DEAD_AFTER_SECONDS = 20.0
+
+
+def silent(_stage: str, _done: int, _total: int, _unit: str) -> None:
+    """Progress of nobody's interest."""
+
+
+@dataclass(eq=False)
+class Session:
+    """What every stage is given. `spark` starts at its first call.
+
+    target: (iteration, stage) that may be executed, all others must be finished; None: any may. trained: result of
+    the newest train stage, from which the next iteration's student comes; None before the first.
+    """
+
+    config: RunConfig
+    store: ObjectStore
+    spark: SparkChild
+    progress: Progress = silent
+    target: tuple[int, str] | None = None
+    trained: Any = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def run_id(self) -> str:
+        return self.config.run_id
+
+    @property
+    def scratch(self) -> Path:
+        """Local folder of this run for logs, work files and model copies."""
+        return Path(self.config.scratch).absolute() / self.config.run_id
+
+    @functools.cached_property
+    def model_digests(self) -> dict[str, str]:
+        """Content digests of the configured models: `student`, and `teacher:ID` for each teacher."""
+        digests = {"student": model_digest(resolve_model(self.config.student.path))}
+        for teacher in self.config.teachers:
+            digests[f"teacher:{teacher.id}"] = model_digest(resolve_model(teacher.path))
+        return digests
+
+
+_current: ContextVar[Session] = ContextVar("session")
+
+
+def current_session() -> Session:
+    """The session that `open_session` opened around the caller: flows and tasks pass names and numbers, not this."""
+    return _current.get()
+
+
+def run_record(session: Session) -> dict[str, Any]:
+    """What a run is; student_path is where a reader finds the tokenizer, and is not compared."""
+    return {
+        "config": session.config.content(),
+        "models": session.model_digests,
+        "student_path": session.config.student.path,
+    }
+
+
+def newest_record(store: ObjectStore, run_id: str) -> tuple[int, dict[str, Any]] | None:
+    """(number, record) of the newest run record, or None for a run that never started."""
+    records = store.list(keys.run_records(run_id))
+    if not records:
+        return None
+    return int(Path(records[-1]).stem), json.loads(store.get(records[-1]))
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for name in sorted({*old, *new})
+            for line in _differences(old.get(name), new.get(name), f"{path}.{name}" if path else name)
+        ]
+    return [] if old == new else [f"{path}: {old!r} -> {new!r}"[:300]]
+
+
+def _check_record(session: Session, from_iteration: int | None) -> None:
+    record = json.loads(keys.canonical_json(run_record(session)))
+    newest = newest_record(session.store, session.run_id)
+    if newest is None:
+        session.store.put_if_absent(keys.run_record(session.run_id, 1), keys.canonical_json(record))
+        return
+    number, old = newest
+    compared = ("config", "models")
+    differences = _differences({n: old[n] for n in compared}, {n: record[n] for n in compared})
+    if from_iteration is None:
+        if differences:
+            raise ContractError(
+                f"run {session.run_id}, record {number}", expected="the configuration that the run began with",
+                found="; ".join(differences[:5]), safe="everything that the run has made",
+                next_command="opd run CONFIG --from-iteration K, or another run_id",
+            )  # fmt: skip
+        return
+    tables_deleted = session.spark.call(
+        "infra.tables:delete_slices_from", root=session.config.data, run_id=session.run_id, iteration=from_iteration
+    )
+    session.notes["deleted"] = tables_deleted
+    session.store.put_if_absent(keys.run_record(session.run_id, number + 1), keys.canonical_json(record))
+
+
+def spark_child(config: RunConfig) -> SparkChild:
+    return SparkChild(
+        root=config.data,
+        settings=config.spark.model_dump(),
+        log_path=Path(config.scratch).absolute() / config.run_id / "logs" / "spark.log",
+    )
+
+
+@contextlib.contextmanager
+def open_session(
+    config: RunConfig,
+    *,
+    progress: Progress = silent,
+    from_iteration: int | None = None,
+    target: tuple[int, str] | None = None,
+) -> Iterator[Session]:
+    """Own the run until the block ends. Raises ContractError for a live run or a changed configuration."""
+    store = open_store(config.data)
+    owned = keys.run_lease(config.run_id)
+    lease = leases.acquire(
+        store, owned, owner={"run": config.run_id}, dead_after_seconds=RUN_LEASE_DEAD_AFTER_SECONDS, wait=False
+    )
+    if isinstance(lease, leases.Finished):
+        raise ContractError(f"run {config.run_id}", expected="a run", found="a run lease that holds a manifest")
+    with lease, spark_child(config) as spark:
+        session = Session(config, store, spark, progress, target)
+        _check_record(session, from_iteration)
+        token = _current.set(session)
+        try:
+            yield session
+        finally:
+            _current.reset(token)
+
+
+def read_table(session: Session, table: str, **where: Any) -> list[dict[str, Any]]:
+    """Rows of this run's slice, without a JVM."""
+    return tables.read_rows(session.config.data, table, {"run_id": session.run_id, **where})

@@ -1,0 +1,134 @@
+"""The teacher stage: every trajectory read by each of its prompt's teachers; last hidden states out, never logits.
+
+A partition is whole trajectories of one teacher; partitions are ordered by teacher_index, so one worker loads each
+teacher once. A teacher reads its own rendering of the prompt, then the student's response tokens unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import SandboxedEnvironment
+
+from schemas import keys
+from schemas.config import Teacher, compute_dtype
+from schemas.errors import ConfigError, ContractError
+from tasks.models import resolve_model
+from tasks.prompts import load_prompts
+from tasks.session import Session, read_table
+from tasks.stage import Stage, StageResult, read_rows_object, run_stage
+from tasks.text import Tokenizer
+from tasks.workers import run_workers
+
+
+def teacher_context(teacher: Teacher, tokenizer: Tokenizer, prompt: dict[str, Any]) -> list[int]:
+    """Token ids that the teacher reads before the response: the prompt, with its private system message if any."""
+    messages = json.loads(prompt["messages"])
+    if not teacher.template:
+        return tokenizer.render(messages)
+    try:
+        extra = (
+            SandboxedEnvironment()
+            .from_string(teacher.template)
+            .render(prompt | {"context": json.loads(prompt["context"] or "{}")})
+        )
+    except TemplateError as error:
+        raise ConfigError(f"teachers, {teacher.id}, template", expected="a Jinja template", found=str(error)) from error
+    return tokenizer.render(messages, system_extra=extra)
+
+
+def _items(session: Session, iteration: int) -> dict[int, list[dict[str, Any]]]:
+    """teacher_index -> what to read, in order of trajectory_id. Raises ContractError for an unknown prompt."""
+    config = session.config
+    prompts = {p["prompt_id"]: p for p in load_prompts(config)}
+    index_of = {teacher_id: i for i, teacher_id in enumerate(config.teacher_ids)}
+    tokenizers = {i: Tokenizer.load(resolve_model(config.teacher(i).path)) for i in index_of.values()}
+    contexts: dict[tuple[int, str], list[int]] = {}
+    items: dict[int, list[dict[str, Any]]] = {i: [] for i in index_of.values()}
+    for row in sorted(read_table(session, "trajectories", iteration=iteration), key=lambda r: r["trajectory_id"]):
+        if row["prompt_id"] not in prompts:
+            raise ContractError(
+                f"opd.trajectories, {row['trajectory_id']}", expected="a prompt of this run", found=row["prompt_id"]
+            )
+        prompt = prompts[row["prompt_id"]]
+        for entry in prompt["teachers"]:
+            index = index_of[entry["teacher_id"]]
+            if (index, row["prompt_id"]) not in contexts:
+                contexts[index, row["prompt_id"]] = teacher_context(config.teacher(index), tokenizers[index], prompt)
+            items[index].append(
+                {
+                    "trajectory_id": row["trajectory_id"],
+                    "context_ids": contexts[index, row["prompt_id"]],
+                    "shard_key": row["shard_key"],
+                    "shard_digest": row["shard_digest"],
+                    "first_row": row["first_row"],
+                    "response_tokens": row["response_tokens"],
+                }
+            )
+    return items
+
+
+def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult:
+    """Hidden states of every (trajectory, teacher) of an iteration."""
+    config = session.config
+
+    def partitions(prefix: str) -> dict[int, Any]:
+        out: dict[int, Any] = {}
+        for teacher_index, items in sorted(_items(session, iteration).items()):
+            teacher = config.teacher(teacher_index)
+            for first in range(0, len(items), config.teach.trajectories_per_partition):
+                partition = len(out)
+                out[partition] = {
+                    "partition": partition,
+                    "owned": keys.partition_prefix(prefix, partition),
+                    "teacher_index": teacher_index,
+                    "teacher_id": teacher.id,
+                    "model": str(resolve_model(teacher.path)),
+                    "precision": teacher.precision,
+                    "compute": compute_dtype(teacher.precision),
+                    "items": items[first : first + config.teach.trajectories_per_partition],
+                }
+        return out
+
+    def execute(_prefix: str, todo: dict[int, Any]) -> None:
+        workers = min(config.teach.workers, len(todo))
+        work = {
+            "root": config.data,
+            "run_id": config.run_id,
+            "iteration": iteration,
+            "batch_tokens": config.teach.batch_tokens,
+            "threads": config.teach.threads or max(1, (os.cpu_count() or 1) // workers),
+            "dead_after_seconds": config.teach.dead_after_seconds,
+        }
+        run_workers(
+            session, "teach", iteration, work, todo,
+            workers=workers, max_attempts=config.teach.max_attempts, grace_seconds=5.0, kill_after_tokens=0,
+        )  # fmt: skip
+
+    def derive(manifests: dict[int, dict[str, Any]]):
+        rows = [row for m in manifests.values() for row in read_rows_object(session, m["rows_key"], m["rows_digest"])]
+        tokens = {i: sum(r["rows"] for r in rows if r["teacher_index"] == i) for i in range(len(config.teachers))}
+        metrics = [
+            {"run_id": config.run_id, "iteration": iteration, "stage": "teach", "step": 0, "name": "hidden_rows",
+             "teacher_index": index, "value": float(count)}
+            for index, count in tokens.items()
+        ]  # fmt: skip
+        return {"metrics": metrics}, {"hidden_rows": {config.teacher_ids[i]: n for i, n in tokens.items()}}
+
+    stage = Stage(
+        name="teach",
+        iteration=iteration,
+        table="hidden_shards",
+        config={"teachers": [t.content() for t in config.teachers], "teach": config.teach.content()},
+        inputs={
+            "rollout": rollout.output_digest,
+            **{name: d for name, d in session.model_digests.items() if name.startswith("teacher:")},
+        },
+        partitions=partitions,
+        execute=execute,
+        derive=derive,
+    )
+    return run_stage(session, stage)

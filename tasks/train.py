@@ -1,0 +1,115 @@
+"""The training stage: the plan, token shards and hidden states in; the next student, its optimizer and metrics out.
+
+One partition. Its ranks are one torchrun-like group: when one falls they are all started again, and go on from
+the newest complete checkpoint of this stage, or from its start.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from schemas import keys
+from schemas.rows import CHECKPOINTS
+from tasks.models import resolve_model
+from tasks.session import Session, read_table
+from tasks.stage import Stage, StageResult, read_rows_object, run_stage
+from tasks.students import Student
+from tasks.text import Tokenizer
+from tasks.workers import run_group, write_rows
+
+
+def _summary(config, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers that the run prints: held-out KL before and after, by teacher and over all; loads; mismatch."""
+
+    def values(name: str, teacher_index: int | None = None) -> list[tuple[int, float]]:
+        found = [r for r in rows if r["name"] == name and r["teacher_index"] == teacher_index]
+        return [(r["step"], r["value"]) for r in sorted(found, key=lambda r: r["step"])]
+
+    out: dict[str, Any] = {}
+    for when in ("before", "after"):
+        out[f"heldout_kl_{when}"] = {
+            "all": next((v for _, v in values(f"heldout_kl_{when}")), None),
+            **{
+                teacher_id: next((v for _, v in values(f"heldout_kl_{when}", index)), None)
+                for index, teacher_id in enumerate(config.teacher_ids)
+            },
+        }
+    out["kl_by_step"] = [v for _, v in values("kl")]
+    out["head_loads_per_mini_batch"] = max((v for _, v in values("head_loads")), default=0.0)
+    for name in ("mismatch_sampler_max", "mismatch_sampler_mean", "mismatch_trained_mean"):
+        found = [v for _, v in values(name)]
+        out[name] = max(found) if found else None
+    return out
+
+
+def train(session: Session, iteration: int, student: Student, inputs: dict[str, StageResult]) -> StageResult:
+    """One pass over the plan of an iteration. inputs: the iteration's rollout, teach and dispatch.
+
+    Raises StageError when the ranks keep failing.
+    """
+    config = session.config
+
+    def partitions(prefix: str) -> dict[int, Any]:
+        return {0: {"owned": keys.partition_prefix(prefix, 0)}}
+
+    def execute(_prefix: str, todo: dict[int, Any]) -> None:
+        folder = session.scratch / "work"
+        work = {
+            "root": config.data,
+            "run_id": config.run_id,
+            "iteration": iteration,
+            "owned": todo[0]["owned"],
+            "seed": config.seed,
+            "student_folder": str(student.folder),
+            "student_version": student.version,
+            "precision": config.student.precision,
+            "compute": config.train.compute,
+            "optimizer_from": str(student.optimizer) if student.optimizer else None,
+            "plan_rows_path": write_rows(folder / "plan.jsonl", read_table(session, "plan", iteration=iteration)),
+            "trajectory_rows_path": write_rows(
+                folder / "trajectories.jsonl", read_table(session, "trajectories", iteration=iteration)
+            ),
+            "hidden_rows_path": write_rows(
+                folder / "hidden_shards.jsonl", read_table(session, "hidden_shards", iteration=iteration)
+            ),
+            "teachers": [
+                {"teacher_index": i, "folder": str(resolve_model(config.teacher(i).path))}
+                for i in range(len(config.teachers))
+            ],
+            "vocab_size": Tokenizer.load(student.folder).vocab_size,
+            "slots": config.dispatch.slots,
+            "train": config.train.model_dump(),
+            "threads": config.train.threads or max(1, (os.cpu_count() or 1) // config.train.ranks),
+            "scratch": str(session.scratch / "train"),
+            "out_folder": str(session.scratch / "train" / f"{iteration:05d}"),
+            "dead_after_seconds": config.train.dead_after_seconds,
+        }
+        run_group(
+            session, "train", iteration, work, ranks=config.train.ranks, max_attempts=config.train.max_attempts
+        )  # fmt: skip
+
+    def derive(manifests: dict[int, dict[str, Any]]):
+        manifest = manifests[0]
+        rows = read_rows_object(session, manifest["rows_key"], manifest["rows_digest"])
+        checkpoint = dict(manifest["checkpoint"])
+        row = {name: checkpoint.get(name) for name in CHECKPOINTS.column_names()}
+        stats = _summary(config, rows)
+        stats["checkpoint"] = {
+            "version": checkpoint["version"],
+            "export": [o for o in manifest["objects"] if o["group"] == "export"],
+            "optimizer": [o for o in manifest["objects"] if o["group"] == "optimizer"],
+        }
+        return {"checkpoints": [row]}, stats
+
+    stage = Stage(
+        name="train",
+        iteration=iteration,
+        table="metrics",
+        config={"train": config.train.content(), "student": config.student.content(), "seed": config.seed},
+        inputs={"student": student.version, **{name: result.output_digest for name, result in inputs.items()}},
+        partitions=partitions,
+        execute=execute,
+        derive=derive,
+    )
+    return run_stage(session, stage)

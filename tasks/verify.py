@@ -1,0 +1,207 @@
+"""`opd verify RUN`: recompute every checksum and invariant of a run from the store and the tables, without a JVM.
+
+It trusts nothing that a stage remembered: objects are hashed again, rows are read from the tables, and the
+invariants are counted from the rows themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from infra import leases, tables
+from infra.store import ObjectStore, open_store
+from schemas import keys, shards
+from schemas.errors import ContractError, OpdError
+from schemas.rows import TABLES, content_digest
+
+STAGES = ("rollout", "teach", "dispatch", "train")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what was checked, how many times, and the breaches found."""
+
+    name: str
+    count: int
+    breaches: tuple[str, ...]
+
+
+def _manifests(store: ObjectStore, run_id: str) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    found: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for key in store.list(keys.run_prefix(run_id) + "/"):
+        parts = key.split("/")
+        if len(parts) == 6 and parts[5] == "manifest.json" and parts[3] in STAGES:
+            manifest = json.loads(store.get(key))
+            found[int(parts[2]), parts[3]].append(manifest | {"prefix": key.removesuffix("/manifest.json")})
+    return found
+
+
+def _matches(root: str, manifest: dict[str, Any]) -> bool:
+    for table, entry in manifest["tables"].items():
+        rows = tables.read_rows(root, table, entry["slice"])
+        if len(rows) != entry["num_rows"] or content_digest(TABLES[table], rows) != entry["digest"]:
+            return False
+    return True
+
+
+def _objects(store: ObjectStore, manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, digest) of everything that the partitions of a stage wrote."""
+    for partition in manifest["partitions"]:
+        found = leases.finished(store, keys.partition_prefix(manifest["prefix"], int(partition)))
+        if found is None:
+            yield keys.partition_prefix(manifest["prefix"], int(partition)), "a partition manifest"
+            continue
+        for entry in found.manifest["objects"]:
+            yield entry["key"], entry["digest"]
+        yield found.manifest["rows_key"], found.manifest["rows_digest"]
+
+
+def _check_objects(store: ObjectStore, manifests: list[dict[str, Any]]) -> Check:
+    breaches, count = [], 0
+    for manifest in manifests:
+        for key, digest in _objects(store, manifest):
+            count += 1
+            try:
+                found = keys.digest_bytes(store.get(key))
+            except OpdError as error:
+                found = f"{error.kind}: {error.found or error.where}"
+            if found != digest:
+                breaches.append(f"{key}: expected SHA-256 {digest}, found {found}")
+    return Check("objects hash to their manifest's digest", count, tuple(breaches))
+
+
+def _check_trajectories(store: ObjectStore, rows: list[dict[str, Any]], known_prompts: set[str]) -> list[Check]:
+    samples: dict[tuple[int, str, str], list[int]] = defaultdict(list)
+    for row in rows:
+        samples[row["iteration"], row["split"], row["prompt_id"]].append(row["sample_index"])
+    once = [
+        f"iteration {i}, {split} prompt {p}: sample indices {sorted(found)}"
+        for (i, split, p), found in samples.items()
+        if sorted(found) != list(range(len(found)))
+    ]
+    shares = Counter((i, split, len(found)) for (i, split, _), found in samples.items())
+    uneven = {k[:2] for k in shares if sum(s[:2] == k[:2] for s in shares) > 1}
+    once += [f"iteration {i}, {split}: prompts differ in their number of samples" for i, split in sorted(uneven)]
+    unknown = [f"{r['trajectory_id']}: prompt {r['prompt_id']}" for r in rows if r["prompt_id"] not in known_prompts]
+    tokens, decoded = [], {}
+    for row in rows:
+        if row["shard_key"] not in decoded:
+            decoded[row["shard_key"]] = shards.decode(store.get(row["shard_key"]), row["shard_key"])
+        mask = decoded[row["shard_key"]]["sampled_mask"][row["first_row"] : row["first_row"] + row["response_tokens"]]
+        if len(mask) != row["response_tokens"] or int(np.sum(mask)) != row["sampled_tokens"]:
+            tokens.append(f"{row['trajectory_id']}: {row['sampled_tokens']} sampled, mask has {int(np.sum(mask))}")
+    return [
+        Check("every prompt exactly once a sample index", len(samples), tuple(once)),
+        Check("every trajectory's prompt is in opd.prompts", len(rows), tuple(unknown)),
+        Check("token shards hold each trajectory's tokens", len(rows), tuple(tokens)),
+    ]
+
+
+def _check_hidden(store: ObjectStore, rows: list[dict[str, Any]], tokens_of: dict[str, int]) -> list[Check]:
+    orphans = [r["trajectory_id"] for r in rows if r["trajectory_id"] not in tokens_of]
+    covered: Counter[tuple[str, int]] = Counter()
+    damaged = []
+    headers: dict[str, shards.TensorSpec] = {}
+    for row in rows:
+        covered[row["trajectory_id"], row["teacher_index"]] += row["rows"]
+        key = row["object_key"]
+        try:
+            if key not in headers:
+                (length,) = np.frombuffer(store.get_range(key, 0, 8), "<u8")
+                headers[key] = shards.decode_header(store.get_range(key, 0, 8 + int(length)), key)["hidden"]
+            spec = headers[key]
+            data = store.get_range(key, spec.start + row["first_object_row"] * spec.row_bytes,
+                                   row["rows"] * spec.row_bytes)  # fmt: skip
+            block = np.frombuffer(data, np.uint8).reshape(row["rows"], spec.row_bytes)
+            shards.check_block_crcs(block, row["block_crcs"], f"{key}, {row['trajectory_id']}")
+        except OpdError as error:
+            damaged.append(str(error).replace("\n", "; "))
+    short = [
+        f"{t}, teacher {i}: {n} rows of {tokens_of[t]}" for (t, i), n in covered.items() if tokens_of.get(t, n) != n
+    ]
+    return [
+        Check("no hidden state without a trajectory", len(rows), tuple(orphans)),
+        Check("one hidden row a response token and teacher", len(covered), tuple(short)),
+        Check("hidden-state blocks match their CRCs", len(rows), tuple(damaged)),
+    ]
+
+
+def _check_plan(
+    plan: list[dict[str, Any]], trajectories: dict[str, dict[str, Any]], hidden: list[dict[str, Any]]
+) -> list[Check]:
+    times = Counter((r["iteration"], r["trajectory_id"], r["teacher_index"]) for r in plan)
+    wanted = {(r["iteration"], r["trajectory_id"], r["teacher_index"]) for r in hidden}
+    exactly_once = [f"{k}: in {n} packs" for k, n in times.items() if n != 1]
+    exactly_once += [f"{k}: in no pack" for k in sorted(wanted - set(times))]
+    exactly_once += [f"{k}: planned, but without hidden states" for k in sorted(set(times) - wanted)]
+    packs: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    denominators: dict[tuple, set[int]] = defaultdict(set)
+    members: dict[tuple, set[str]] = defaultdict(set)
+    for row in plan:
+        step = (row["iteration"], row["split"], row["step"])
+        packs[(*step, row["pack_id"])].append(row)
+        denominators[step].add(row["denominator_tokens"])
+        members[step].add(row["trajectory_id"])
+    overlaps = []
+    for pack, rows in packs.items():
+        position = 0
+        for row in sorted(rows, key=lambda r: r["offset"]):
+            whole = trajectories.get(row["trajectory_id"])
+            length = whole["prompt_tokens"] + whole["response_tokens"] if whole else None
+            if row["offset"] != position or row["length"] != length:
+                overlaps.append(f"pack {pack}: offset {row['offset']}, length {row['length']}")
+            position = row["offset"] + row["length"]
+    wrong = []
+    for step, ids in members.items():
+        total = sum(trajectories[i]["sampled_tokens"] for i in ids if i in trajectories)
+        if denominators[step] != {total}:
+            wrong.append(f"step {step}: {sorted(denominators[step])} instead of {total}")
+    return [
+        Check("every token in exactly one pack a teacher", len(times), tuple(exactly_once)),
+        Check("packs are filled without gap or overlap", len(packs), tuple(overlaps)),
+        Check("denominators count each sampled token once", len(members), tuple(wrong)),
+    ]
+
+
+def verify(root: str, run_id: str) -> list[Check]:
+    """All checks of a run. Raises ContractError for a run that does not exist; breaches are returned."""
+    store = open_store(root)
+    manifests = _manifests(store, run_id)
+    if not manifests:
+        runs = sorted({k.split("/")[1] for k in store.list("runs/")}) or "no run"
+        raise ContractError(
+            f"run {run_id} in {root}", expected="a run with a finished stage", found=f"{runs}",
+            next_command="opd run CONFIG",
+        )  # fmt: skip
+    current, mismatched = [], []
+    for (iteration, stage), found in sorted(manifests.items()):
+        matching = [m for m in found if _matches(root, m)]
+        if matching:
+            current += matching[:1]
+        else:
+            mismatched.append(f"{stage} of iteration {iteration}: the tables differ from its manifest")
+    rows = {t: tables.read_rows(root, t, {"run_id": run_id}) for t in TABLES if t != "prompts"}
+    prompts = {p["prompt_id"] for p in tables.read_rows(root, "prompts", {}, columns=["prompt_id"])}
+    trajectories = {r["trajectory_id"]: r for r in rows["trajectories"]}
+    tokens_of = {i: r["response_tokens"] for i, r in trajectories.items()}
+    iterations = {i for i, _ in manifests}
+    orphans = [
+        f"opd.{table}, iteration {row['iteration']}"
+        for table, found in rows.items()
+        for row in found
+        if row["iteration"] not in iterations
+    ]
+    return [
+        Check("tables equal their stage manifests", len(manifests), tuple(mismatched)),
+        _check_objects(store, current),
+        *_check_trajectories(store, rows["trajectories"], prompts),
+        *_check_hidden(store, rows["hidden_shards"], tokens_of),
+        *_check_plan(rows["plan"], trajectories, rows["hidden_shards"]),
+        Check("no row of an iteration without a stage", sum(map(len, rows.values())), tuple(orphans)),
+    ]
