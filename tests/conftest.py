@@ -1,18 +1,37 @@
-"""Fixtures shared by all folders: the object store under test, and the one Spark session."""
+"""Fixtures shared by all folders: the object store under test, the S3 server and the one Spark session."""
 
 from __future__ import annotations
 
+import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from infra.store import ObjectStore, open_store
+from tests import s3_server
 from tests.spark_session import spark, spark_root
 
-__all__ = ["spark", "spark_root", "store"]
+__all__ = ["s3", "s3_process", "spark", "spark_root", "store"]
 
 
-@pytest.fixture(params=["local"])
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[s3_server.S3Server]:
+    """The S3 server of this test run."""
+    with tempfile.TemporaryDirectory(prefix="s3-") as folder, s3_server.running(Path(folder)) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_process: s3_server.S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty root on the S3 server, whose address and keys are in the environment, for child processes too."""
+    for name, value in s3_process.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{s3_server.BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.s3)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     """An empty store of each kind."""
-    return open_store(str(tmp_path / "store"))
+    return open_store(request.getfixturevalue("s3") if request.param == "s3" else str(tmp_path / "store"))

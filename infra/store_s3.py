@@ -1,0 +1,331 @@
+"""The object store in an S3 bucket, for any service with conditional PUT (If-None-Match).
+
+Each object is one PutObject: conditional multipart uploads have had two winners on real servers. The SDK's own
+retries are off, since this module must know that a request was sent twice: the second 412 may be the answer to
+its own first try. Every object carries two entries of user metadata,
+
+    opd-sha256   of its bytes, checked by every whole read
+    opd-write    a random name of the call that wrote it: tells a lost answer from a lost race
+
+Invariant: a read returns exactly the bytes asked for, of one version of the object, or raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import botocore.exceptions as aws
+from boto3.session import Session
+from botocore.config import Config
+from urllib3.exceptions import HTTPError
+
+from infra.store import ObjectInfo, check_key
+from schemas.errors import ConfigError, FormatError, OpdError, StoreError
+from schemas.keys import digest_bytes
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_ATTEMPTS = 8
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.2, 5.0
+_CHUNK_BYTES = 1 << 16
+_BROKEN_BODY = (
+    aws.HTTPClientError, aws.IncompleteReadError, aws.FlexibleChecksumError, HTTPError, OSError,
+)  # fmt: skip
+_PASSING = (*_BROKEN_BODY, aws.ConnectionError)
+_PASSING_CODES = {
+    "ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "SlowDown", "Throttling", "ThrottlingException",
+    "RequestLimitExceeded", "TooManyRequests", "BadDigest", "XAmzContentChecksumMismatch",
+}  # fmt: skip
+_CREDENTIAL_CODES = {"InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "AccessDenied", "Forbidden", "403"}
+_CHECKSUM_ADVICE = "AWS_REQUEST_CHECKSUM_CALCULATION=when_required (request_checksum_calculation=when_required)"
+
+
+class _Replaced(Exception):
+    """The object became another one while it was being read."""
+
+
+class S3Store:
+    """Objects under s3://BUCKET/PREFIX/. Settings come from the AWS_* environment, AWS_ENDPOINT_URL included."""
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        self.root = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._client_lock = threading.Lock()
+        self._client_of: tuple[int, Any] | None = None
+        self._bucket_seen = False
+
+    def get(self, key: str) -> bytes:
+        check_key(key)
+        data, metadata = self._read(key, 0, None)
+        if (expected := metadata.get("opd-sha256", "")) and expected != (found := digest_bytes(data)):
+            raise FormatError(self._where(key), expected=f"SHA-256 {expected}, as written", found=found,
+                              safe="every other object", next_command="opd verify RUN")  # fmt: skip
+        return bytes(data)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        check_key(key)
+        if start < 0 or length < 0:
+            raise ValueError(f"range of {length} bytes from {start}")
+        if length == 0:
+            if self.head(key) is None:
+                raise self._missing(key)
+            return b""
+        return bytes(self._read(key, start, length)[0])
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        arguments = self._object(key, data)
+        self._retrying(key, lambda: self._client().put_object(**arguments))
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> bool:
+        arguments = self._object(key, data)
+        try:
+            self._retrying(key, lambda: self._client().put_object(**arguments, IfNoneMatch="*"))
+        except _Failed as failed:
+            if failed.status != 412:
+                raise
+            # An answer to an earlier try of this very call may have been lost: then the object is ours.
+            head = self._head(key)
+            return head is not None and head["Metadata"].get("opd-write") == arguments["Metadata"]["opd-write"]
+        return True
+
+    def list(self, prefix: str) -> list[str]:
+        keys: list[str] = []
+        arguments: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        while True:
+            page = self._retrying(prefix, lambda: self._client().list_objects_v2(**arguments))
+            keys.extend(entry["Key"].removeprefix(self._prefix) for entry in page.get("Contents", ()))
+            if not page.get("IsTruncated"):
+                return sorted(keys)
+            arguments["ContinuationToken"] = page["NextContinuationToken"]
+
+    def head(self, key: str) -> ObjectInfo | None:
+        check_key(key)
+        head = self._head(key)
+        return None if head is None else ObjectInfo(head["ContentLength"], head["Metadata"].get("opd-sha256"))
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        try:
+            self._retrying(key, lambda: self._client().delete_object(Bucket=self._bucket, Key=self._prefix + key))
+        except _Failed as failed:
+            if failed.code != "NoSuchKey":
+                raise
+
+    def _client(self) -> Any:
+        """This process's client: one may be shared by threads, but not across a fork."""
+        with self._client_lock:
+            if self._client_of is None or self._client_of[0] != os.getpid():
+                config = Config(
+                    retries={"total_max_attempts": 1}, connect_timeout=10, read_timeout=60, max_pool_connections=64
+                )
+                try:
+                    client = Session().client("s3", config=config)
+                except ValueError as error:  # of a malformed AWS_ENDPOINT_URL
+                    raise ConfigError("environment AWS_ENDPOINT_URL", expected="http(s)://HOST[:PORT]",
+                                      found=str(error)) from error  # fmt: skip
+                except aws.BotoCoreError as error:  # of a profile or setting that is not there
+                    raise ConfigError("AWS settings of the environment", found=str(error)) from error
+                self._client_of = (os.getpid(), client)
+            return self._client_of[1]
+
+    def _object(self, key: str, data: bytes | bytearray | memoryview) -> dict[str, Any]:
+        body = bytes(data)
+        metadata = {"opd-sha256": digest_bytes(body), "opd-write": uuid.uuid4().hex}
+        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key), "Body": body, "Metadata": metadata}
+
+    def _head(self, key: str) -> dict[str, Any] | None:
+        try:
+            head = self._retrying(key, lambda: self._client().head_object(Bucket=self._bucket, Key=self._prefix + key))
+        except _Failed as failed:
+            if failed.status != 404:
+                raise
+            if not self._bucket_seen:  # a HEAD has no body to say which of the two is missing
+                self.list("no-such-key")
+            return None
+        return head
+
+    def _read(self, key: str, start: int, length: int | None) -> tuple[bytearray, dict[str, str]]:
+        """Bytes of a range, or of the whole object for length None, and its metadata.
+
+        A body that breaks off is continued at the first missing byte, of the same version of the object.
+        """
+        reading = _Reading(start, length)
+        while not reading.complete:
+            try:
+                self._retrying(key, lambda: self._read_some(key, reading))
+            except _Failed as failed:
+                if failed.code == "NoSuchKey":
+                    raise self._missing(key) from failed
+                if failed.status != 416:
+                    raise
+                raise self._short(key, start, length) from failed
+        return reading.data, reading.metadata
+
+    def _read_some(self, key: str, reading: _Reading) -> None:
+        """One request; returns with less than all if the body broke off after some bytes."""
+        try:
+            response = self._client().get_object(Bucket=self._bucket, Key=self._prefix + key, **reading.arguments())
+        except aws.ClientError as error:
+            if reading.data and error.response["ResponseMetadata"]["HTTPStatusCode"] in (404, 412, 416):
+                reading.restart()
+                raise _Replaced(key) from error
+            raise
+        had = len(reading.data)
+        with response["Body"] as body:
+            self._check_range(key, reading, response)
+            try:
+                while chunk := body.read(_CHUNK_BYTES):
+                    reading.data += chunk
+            except aws.FlexibleChecksumError:
+                reading.restart()  # damaged on the way: none of it can be kept
+                raise
+            except _BROKEN_BODY as error:
+                if len(reading.data) == had:
+                    raise
+                _log.warning("%s: body broke off after %d bytes: %s", self._where(key), len(reading.data), error)
+
+    def _check_range(self, key: str, reading: _Reading, response: dict[str, Any]) -> None:
+        """Take total size and version from the first answer; hold every answer to the range that was asked for."""
+        content_range = response.get("ContentRange")
+        if "Range" in reading.arguments():
+            wanted = f"bytes {reading.next_byte}-"
+            if content_range is None or not content_range.startswith(wanted):
+                raise StoreError(self._where(key), expected=f"an answer to a range request, {wanted}...",
+                                 found=content_range or "the whole object: this service ignores ranges",
+                                 next_command="opd doctor")  # fmt: skip
+            size = int(content_range.rpartition("/")[2])
+        else:
+            size = response["ContentLength"]
+        if reading.length is None:
+            reading.length = size
+        elif reading.start + reading.length > size:
+            raise self._short(key, reading.start, reading.length, size)
+        reading.etag, reading.metadata = response["ETag"], response["Metadata"]
+
+    def _retrying(self, key: str, call: Callable[[], _T]) -> _T:
+        """The call's answer; what can pass by itself is tried again, with growing random pauses."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                answer = call()
+            except (aws.BotoCoreError, aws.ClientError, HTTPError, OSError, _Replaced) as error:
+                if attempt == _ATTEMPTS or not _passes(error):
+                    raise self._failed(key, error) from error
+                delay = min(_LONGEST_DELAY_SECONDS, _FIRST_DELAY_SECONDS * 2 ** (attempt - 1))
+                _log.info("%s: attempt %d of %d: %s", self._where(key), attempt, _ATTEMPTS, error)
+                time.sleep(random.uniform(0.0, delay))
+            else:
+                self._bucket_seen = True
+                return answer
+        raise AssertionError("unreachable")
+
+    def _where(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+    def _missing(self, key: str) -> StoreError:
+        return StoreError(self._where(key), expected="an object", found="none", safe="every other object",
+                          next_command="opd verify RUN")  # fmt: skip
+
+    def _short(self, key: str, start: int, length: int | None, size: int | None = None) -> StoreError:
+        if size is None:
+            head = self._head(key)
+            size = 0 if head is None else head["ContentLength"]
+        return StoreError(f"{self._where(key)}, bytes {start} to {start + (length or 0)}",
+                          expected=f"an object of at least {start + (length or 0)} bytes",
+                          found=f"{size} bytes")  # fmt: skip
+
+    def _failed(self, key: str, error: Exception) -> OpdError:
+        """What went wrong, for the user; a _Failed where the service answered with a status."""
+        where, endpoint = self._where(key), self._client().meta.endpoint_url
+        if isinstance(error, (aws.NoCredentialsError, aws.PartialCredentialsError, aws.CredentialRetrievalError)):
+            return StoreError(where, expected="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+                              found=str(error), next_command="set them, then opd doctor")  # fmt: skip
+        if not isinstance(error, aws.ClientError):
+            return StoreError(where, expected=f"an answer from {endpoint} (AWS_ENDPOINT_URL)",
+                              found=f"{error} in {_ATTEMPTS} attempts", safe="every object written so far",
+                              next_command="opd doctor; once it answers, the same command again")  # fmt: skip
+        status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"]["Code"]
+        found = f"{status} {code}: {error.response['Error'].get('Message', '')} from {endpoint}"
+        expected, advice = "the service to do as asked", "opd doctor"
+        if code == "NoSuchBucket":
+            where, expected, advice = f"s3://{self._bucket}", "a bucket", "create it, or correct the data setting"
+        elif code == "RequestTimeTooSkewed":
+            expected, advice = "a clock that agrees with the service's", "set this machine's clock"
+        elif code == "SignatureDoesNotMatch":
+            expected = "a signature that the service accepts"
+            advice = f"correct AWS_SECRET_ACCESS_KEY; for services that cannot check checksums, {_CHECKSUM_ADVICE}"
+        elif code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
+            expected, advice = "the bucket's own region", "correct AWS_DEFAULT_REGION"
+        elif code in _CREDENTIAL_CODES:
+            expected, advice = "credentials that may read and write here", "correct AWS_ACCESS_KEY_ID and its rights"
+        elif status in (400, 411, 501) and error.operation_name == "PutObject":
+            expected = "a service that takes PUT with a checksum and with If-None-Match"
+            advice = f"{_CHECKSUM_ADVICE} if it cannot do checksums; then opd doctor"
+        return _Failed(status, code, where, expected, found, advice)
+
+
+class _Failed(StoreError):
+    """A refusal of the service, with what it said, for callers inside this module that can answer to it."""
+
+    def __init__(self, status: int, code: str, where: str, expected: str, found: str, advice: str) -> None:
+        super().__init__(where, expected=expected, found=found, safe="every object written so far",
+                         next_command=advice)  # fmt: skip
+        self.status, self.code = status, code
+
+    def __reduce__(self):
+        plain = StoreError(self.where, expected=self.expected, found=self.found, safe=self.safe,
+                           next_command=self.next_command)  # fmt: skip
+        return plain.__reduce__()
+
+
+class _Reading:
+    """How far a read has come: bytes of [start, start + length), length None until the whole's size is known."""
+
+    def __init__(self, start: int, length: int | None) -> None:
+        self.start, self.length = start, length
+        self._whole = length is None
+        self.data = bytearray()
+        self.etag: str | None = None
+        self.metadata: dict[str, str] = {}
+
+    @property
+    def next_byte(self) -> int:
+        return self.start + len(self.data)
+
+    @property
+    def complete(self) -> bool:
+        return self.etag is not None and len(self.data) == self.length
+
+    def arguments(self) -> dict[str, str]:
+        """Of the request for what is missing."""
+        if self._whole and not self.data:
+            return {}
+        assert self.length is not None
+        version = {"IfMatch": self.etag} if self.etag else {}
+        return {"Range": f"bytes={self.next_byte}-{self.start + self.length - 1}", **version}
+
+    def restart(self) -> None:
+        self.data.clear()
+        self.etag = None
+        if self._whole:
+            self.length = None
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the same request may well succeed a little later."""
+    if isinstance(error, aws.ClientError):
+        status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+        return (
+            error.response["Error"]["Code"] in _PASSING_CODES
+            or status in (409, 429)
+            or (status >= 500 and status != 501)
+        )
+    return isinstance(error, (*_PASSING, _Replaced)) and not isinstance(error, aws.SSLError)
