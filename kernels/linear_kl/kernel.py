@@ -78,7 +78,8 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
 
 def scale(gradient, factor):
     """Multiply in place by a device scalar; costs nothing when it is 1, and never asks the host."""
-    _scale_unless_one[(2048,)](gradient, factor, gradient.numel(), BLOCK=4096, num_warps=8)
+    size = gradient.numel()
+    _scale_unless_one[(min(triton.cdiv(size, 4096), 2048),)](gradient, factor, size, BLOCK=4096, num_warps=8)
 
 
 @dataclass(frozen=True)
