@@ -70,7 +70,6 @@ TRAJECTORIES = _table(
     Column("prompt_id", "string", ""),
     Column("sample_index", "int", "0..samples_per_prompt-1"),
     Column("split", "string", "train or heldout"),
-    Column("domain", "string", "copied from the prompt"),
     Column("status", "string", "finished or given_up"),
     Column("finish_reason", "string", "stop (a stop token), length (the limit) or error"),
     Column("prompt_tokens", "int", ""),

@@ -46,7 +46,6 @@ def requests_of_iteration(session: Session, iteration: int, tokenizer: Tokenizer
                         "prompt_id": prompt["prompt_id"],
                         "sample_index": sample_index,
                         "split": split,
-                        "domain": prompt["domain"],
                         "prompt_ids": prompt_ids,
                         "sampling_key": keys.sampling_key(config.seed, trajectory_id),
                         "max_response_tokens": config.rollout.max_response_tokens,

@@ -62,7 +62,7 @@ def texts(
     rows.sort(key=lambda r: (-r["iteration"], -(r["reward"] or 0.0) if best else 0.0, r["trajectory_id"]))
     by_domain: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        by_domain.setdefault(row["domain"], []).append(row)
+        by_domain.setdefault(prompts[row["prompt_id"]]["domain"], []).append(row)
     chosen = [row for rank in range(num) for found in by_domain.values() for row in found[rank : rank + 1]][:num]
     out = []
     for row in chosen:
@@ -73,7 +73,7 @@ def texts(
             {
                 "trajectory_id": row["trajectory_id"],
                 "iteration": row["iteration"],
-                "domain": row["domain"],
+                "domain": prompt["domain"],
                 "question": json.loads(prompt["messages"])[-1]["content"],
                 "answer": prompt["answer"],
                 "response": tokenizer.decode(ids.tolist()),

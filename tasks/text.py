@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ml.model_files import read_json
@@ -73,7 +75,9 @@ class Tokenizer:
             else:
                 conversation.insert(0, {"role": "system", "content": system_extra})
         try:
-            text = self._template.render(messages=conversation, add_generation_prompt=True, **self._special)
+            text = self._template.render(
+                messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special
+            )
         except (TemplateError, TypeError, LookupError) as error:
             raise ConfigError(
                 f"{self.folder}, chat template", expected="a template that takes these messages", found=str(error)
@@ -107,7 +111,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> Template:
     if not isinstance(source, str):
         raise ConfigError(str(folder), expected="a chat template", found="none in its tokenizer files")
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -115,6 +119,16 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> Template:
         return environment.from_string(source)
     except TemplateError as error:
         raise ConfigError(f"{folder}, chat template", expected="a Jinja template", found=str(error)) from error
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}: marks what an assistant wrote; here, only its contents."""
+
+    tags = {"generation"}  # noqa: RUF012  Jinja's own interface
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

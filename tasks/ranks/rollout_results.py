@@ -68,7 +68,7 @@ def publish(
 
 def _row(request: dict[str, Any], response: Response, reward: float | None) -> dict[str, Any]:
     return {
-        **{name: request[name] for name in ("trajectory_id", "prompt_id", "sample_index", "split", "domain")},
+        **{name: request[name] for name in ("trajectory_id", "prompt_id", "sample_index", "split")},
         "status": "finished",
         "finish_reason": response.finish_reason,
         "prompt_tokens": len(request["prompt_ids"]),

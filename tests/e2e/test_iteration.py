@@ -120,3 +120,7 @@ def test_the_loop_closes(tmp_path):
         "--json", "--data", data, folder=tmp_path,
     )  # fmt: skip
     assert '{"n": 20, "p": 10}' in rows
+    ready = (
+        "SELECT domain, count(*), avg(reward) FROM opd.trajectories JOIN opd.prompts USING (prompt_id) GROUP BY domain"
+    )
+    assert "chain_sum" in opd("sql", ready, "--data", data, folder=tmp_path)

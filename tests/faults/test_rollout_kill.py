@@ -70,7 +70,7 @@ class Site:
             trajectory_id = keys.trajectory_id("kills", 0, f"prompt{i // 3}", i % 3)
             requests.append({
                 "trajectory_id": trajectory_id, "prompt_id": f"prompt{i // 3}", "sample_index": i % 3,
-                "split": "train", "domain": "bytes", "prompt_ids": [1, *range(20, 20 + 7 * (i // 3 + 1))],
+                "split": "train", "prompt_ids": [1, *range(20, 20 + 7 * (i // 3 + 1))],
                 "sampling_key": keys.sampling_key(5, trajectory_id), "max_response_tokens": 110 if i else 1,
                 "prompt": {"prompt_id": f"prompt{i // 3}", "verifier": "tests.faults.test_rollout_kill:count_letters"},
             })  # fmt: skip
