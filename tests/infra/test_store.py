@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,13 @@ def test_delete_makes_the_key_free_again(store: ObjectStore):
     assert store.put_if_absent("d/x", b"2")
 
 
+def test_list_is_whole_beyond_a_page_of_a_thousand(store: ObjectStore):
+    names = [f"many/{i:04d}" for i in range(1003)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: store.put(name, b""), reversed(names)))
+    assert store.list("many/") == names
+
+
 def test_list_takes_any_prefix_and_sorts(store: ObjectStore):
     names = ["p/1", "p/10", "p/2/deep/er", "p/2", "q", "pq/x", "é/☃"]
     names.remove("p/2")  # a key cannot also be a folder in a local store
@@ -106,7 +114,8 @@ def test_keys_that_would_leave_the_root_are_refused(store: ObjectStore, key: str
 
 
 def test_eight_threads_race_and_one_wins(store: ObjectStore):
-    for round_index in range(40):
+    # The S3 server under test makes losers of one moment wait for seconds.
+    for round_index in range(6 if store.root.startswith("s3:") else 60):
         key = f"race/{round_index}"
         barrier = threading.Barrier(8)
         won: list[int] = []
