@@ -82,6 +82,16 @@ def scale(gradient, factor):
     _scale_unless_one[(min(triton.cdiv(size, 4096), 2048),)](gradient, factor, size, BLOCK=4096, num_warps=8)
 
 
+def workspace_bytes() -> int:
+    """Device memory that the workspaces of all devices and streams hold."""
+    return sum(buffer.numel() for buffer in _buffers.values())
+
+
+def release_workspaces() -> None:
+    """Give their memory back; the next call allocates anew."""
+    _buffers.clear()
+
+
 @dataclass(frozen=True)
 class _Workspace:
     chunk_rows: int

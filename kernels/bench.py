@@ -1,0 +1,46 @@
+"""`python -m kernels.bench NAME [--quick]`: a kernel's figures on this machine, the last line one JSON object.
+
+Needs torch and triton only. Exit status 0 when the bench ran and its results were right, whatever the targets say;
+1 when a result was wrong. Each kernels/*/bench.py offers `run(quick) -> {"figures", "peers", "env"}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+
+from kernels.testing import CheckFailed
+
+BENCHES = {
+    "kl": "kernels.linear_kl.bench",
+    "quant": "kernels.quant.bench",
+    "gemm": "kernels.scaled_mm.bench",
+    "attention": "kernels.paged_attention.bench",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
+    parser.add_argument("name", choices=BENCHES)
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats, under a minute")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    options = parser.parse_args(arguments)
+    try:
+        result = importlib.import_module(BENCHES[options.name]).run(options.quick)
+    except CheckFailed as failure:
+        print(f"{options.name}: wrong result: {failure}", file=sys.stderr)
+        return 1
+    result["env"]["quick"] = options.quick
+    if not options.json:
+        for name, entry in (*result["figures"].items(), *result["peers"].items()):
+            value = "not run" if entry["value"] is None else f"{entry['value']:.4g} {entry['unit']}"
+            verdict = {True: "holds", False: "MISSED", None: ""}[entry.get("holds")]
+            print(f"{name:40} {value:>20}   {entry.get('target', entry.get('version', '')):12} {verdict}")
+    print(json.dumps({"bench": options.name, **result}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
