@@ -67,9 +67,7 @@ def paged_attention(
         from kernels.paged_attention.kernel import paged_attention as attend
     else:
         from kernels.paged_attention.reference import paged_attention as attend
-    return attend(
-        q_NHC, k_cache_PTGC, v_cache_PTGC, page_table_SP, cu_rows_S1, kv_tokens_S, split_tokens=split_tokens
-    )
+    return attend(q_NHC, k_cache_PTGC, v_cache_PTGC, page_table_SP, cu_rows_S1, kv_tokens_S, split_tokens=split_tokens)
 
 
 def _check(q_NHC, k_cache_PTGC, v_cache_PTGC, page_table_SP, cu_rows_S1, kv_tokens_S, split_tokens):

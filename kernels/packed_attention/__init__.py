@@ -1,0 +1,123 @@
+"""Causal attention over whole packed sequences, differentiable: the contract, and the choice of what computes it.
+
+Nothing here is a kernel of our own. cuDNN is the fastest attention on the card, but its packed form returned wrong
+gradients when measured (BENCH.md), so it takes one sequence a call; torch's flash kernel takes many sequences a call
+at half the speed. Long sequences therefore go to cuDNN one by one, and each run of short ones to flash in one call.
+
+Invariant: a sequence's output and gradients do not depend on what else is in the pack, but for the kernel that its
+own length picks.
+
+Shape letters: N packed tokens, T tokens of one call, H query heads, G KV heads (H % G == 0), C channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+
+import torch
+import torch.nn.functional as F
+
+from schemas.errors import ContractError
+
+#: Tokens from which a sequence has a cuDNN call of its own; a shorter one does not pay for the launch.
+LONG_TOKENS = 2048
+
+_aten = torch.ops.aten
+
+
+def packed_attention(
+    q_NHC: torch.Tensor, k_NGC: torch.Tensor, v_NGC: torch.Tensor, cu_tokens: Sequence[int]
+) -> torch.Tensor:
+    """Attend each token to its own sequence up to and including itself; o_NHC, differentiable in q, k and v.
+
+    cu_tokens: ascending token offsets of the sequences, from 0 to N, on the host. Scores are scaled by C ** -0.5.
+    bf16 on CUDA; bf16 or fp32 on the CPU, where torch's own attention runs sequence by sequence. Raises
+    ContractError where the offsets do not cover the pack.
+    """
+    spans = list(pairwise(cu_tokens))
+    if not spans or cu_tokens[0] != 0 or cu_tokens[-1] != len(q_NHC) or any(last <= first for first, last in spans):
+        raise ContractError("cu_tokens", expected=f"ascending, 0 to {len(q_NHC)}", found=str(list(cu_tokens))[:200])
+    if not q_NHC.is_cuda:
+        return torch.cat([_plain(*(x[first:last] for x in (q_NHC, k_NGC, v_NGC))) for first, last in spans])
+    return _Packed.apply(q_NHC, k_NGC, v_NGC, _calls(spans))  # pyright: ignore[reportReturnType]
+
+
+def _plain(q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
+    q_HTC, k_GTC, v_GTC = (x.transpose(0, 1) for x in (q_THC, k_TGC, v_TGC))
+    return F.scaled_dot_product_attention(q_HTC, k_GTC, v_GTC, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+
+def _calls(spans: list[tuple[int, int]]) -> list[list[int]]:
+    """Offsets of each call: every long sequence is a call, neighbouring short ones share one."""
+    calls: list[list[int]] = []
+    for is_long, members in groupby(spans, lambda span: span[1] - span[0] >= LONG_TOKENS):
+        run = list(members)
+        calls += [list(span) for span in run] if is_long else [[run[0][0], *(last for _, last in run)]]
+    return calls
+
+
+def _offsets(call: list[int], device: torch.device) -> tuple[torch.Tensor, int]:
+    """int32 offsets from the call's first token, and the longest sequence."""
+    from_first = torch.tensor([offset - call[0] for offset in call], dtype=torch.int32)
+    longest = int(from_first.diff().max())
+    # Pinned, so that the copy does not wait for the device.
+    return from_first.pin_memory().to(device, non_blocking=True), longest
+
+
+def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.transpose(0, 1)[None] for x in tensors]
+
+
+class _Packed(torch.autograd.Function):
+    """Calls the forward and backward operators on slices and writes into whole tensors.
+
+    Autograd through the slices would pad each slice's gradient to the pack and add the pads up.
+    """
+
+    @staticmethod
+    def forward(ctx, q_NHC, k_NGC, v_NGC, calls):
+        o_NHC = torch.empty_like(q_NHC)
+        extras = []
+        for call in calls:
+            rows = slice(call[0], call[-1])
+            q, k, v = q_NHC[rows], k_NGC[rows], v_NGC[rows]
+            if len(call) == 2 and call[1] - call[0] >= LONG_TOKENS:
+                # Returns output, log-sum-exp, four descriptions of packs (unused), seed, offset, mask.
+                o, lse, *_, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+                    *_heads_first(q, k, v), None, True, 0.0, True, False
+                )
+                o_NHC[rows] = o[0].transpose(0, 1)
+                extras += [lse, seed, offset]
+            else:
+                cu_S1, longest = _offsets(call, q.device)
+                o, lse, seed, offset, _ = _aten._flash_attention_forward(
+                    q, k, v, cu_S1, cu_S1, longest, longest, 0.0, True, False
+                )
+                o_NHC[rows] = o
+                extras += [lse, seed, offset]
+        ctx.save_for_backward(q_NHC, k_NGC, v_NGC, o_NHC, *extras)
+        ctx.calls = calls
+        return o_NHC
+
+    @staticmethod
+    def backward(ctx, *grads):
+        q_NHC, k_NGC, v_NGC, o_NHC, *extras = ctx.saved_tensors
+        do_NHC = grads[0].contiguous()
+        dq_NHC, dk_NGC, dv_NGC = torch.empty_like(q_NHC), torch.empty_like(k_NGC), torch.empty_like(v_NGC)
+        for index, call in enumerate(ctx.calls):
+            lse, seed, offset = extras[3 * index : 3 * index + 3]
+            rows = slice(call[0], call[-1])
+            do, q, k, v, o = (x[rows] for x in (do_NHC, q_NHC, k_NGC, v_NGC, o_NHC))
+            if len(call) == 2 and call[1] - call[0] >= LONG_TOKENS:
+                parts = _aten._scaled_dot_product_cudnn_attention_backward(
+                    *_heads_first(do, q, k, v, o), lse, seed, offset, None, None, None, len(q), len(q), 0.0, True
+                )
+                dq, dk, dv = (part[0].transpose(0, 1) for part in parts)
+            else:
+                cu_S1, longest = _offsets(call, q.device)
+                dq, dk, dv = _aten._flash_attention_backward(
+                    do, q, k, v, o, lse, cu_S1, cu_S1, longest, longest, 0.0, True, seed, offset
+                )
+            dq_NHC[rows], dk_NGC[rows], dv_NGC[rows] = dq, dk, dv
+        return dq_NHC, dk_NGC, dv_NGC, None

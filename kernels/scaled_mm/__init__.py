@@ -1,0 +1,109 @@
+"""Matrix products y = x @ w.T whose operands may carry block scales: the contract, and the choice of implementation.
+
+Exact mode (rollout, teachers): `row_invariant_mm` and `mxfp4_mm` sum K in one fixed order. A row of x gets the same
+bits whatever the other rows are and however many, and both give the same bits when the weight is the same set of
+values, so a decode step and a prefill chunk agree. Training: `fp8_linear` multiplies in FP8 with fp32 promotion every
+128 of K, forward and backward.
+
+Invariant: nothing falls back silently; an operand that a product cannot take exactly is refused.
+
+Shape letters: M rows of x, N rows of the weight (outputs), K columns of both (the summed dimension).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+
+from kernels.scaled_mm.packing import Mxfp4Weight, pack_mxfp4
+
+Implementation = Literal["library", "triton", "reference"]
+
+__all__ = [
+    "Implementation",
+    "Mxfp4Weight",
+    "fp8_linear",
+    "fp8_mm",
+    "mxfp4_mm",
+    "pack_mxfp4",
+    "row_invariant_mm",
+    "self_test",
+]
+
+
+def row_invariant_mm(
+    x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None, *, impl: Implementation | None = None
+) -> torch.Tensor:
+    """y_MN = x_MK @ w_NK.T (+ bias_N), bf16 in and out with fp32 sums; row m depends on row m of x and on w alone.
+
+    impl: None or "library" takes cuBLASLt with split-K off and never fewer than 16 rows (it sets torch's choice of
+    BLAS library for the process); "triton" our own product in the same order of sums; "reference" a float64 sum,
+    row-invariant on no device. Run `self_test` over a model's shapes before relying on the library.
+    """
+    if impl == "triton":
+        from kernels.scaled_mm.dense import triton_mm as product
+    elif impl == "reference":
+        from kernels.scaled_mm.reference import dense_mm as product
+    else:
+        from kernels.scaled_mm.dense import library_mm as product
+    y_MN = product(x_MK, w_NK)
+    return y_MN if bias_N is None else y_MN + bias_N
+
+
+def self_test(shapes: Iterable[tuple[int, int]], *, device: torch.device | str = "cuda") -> None:
+    """Prove on this device that `row_invariant_mm` is row-invariant for weights of the shapes (N, K).
+
+    Compares rows of one product of 2048 rows, bit for bit, with products of 1 to 2000 of them at other positions.
+    Raises ContractError that names the first shape and number of rows that fail.
+    """
+    from kernels.scaled_mm.dense import check_row_invariance
+
+    for num_rows, num_columns in shapes:
+        check_row_invariance(num_rows, num_columns, torch.device(device))
+
+
+def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight, *, impl: Implementation | None = None) -> torch.Tensor:
+    """y_MN = x_MK @ W.T for a packed MXFP4 weight, bf16 in and out, with the bits of `row_invariant_mm` on W's values.
+
+    impl: None decodes inside the product on CUDA, and takes the reference elsewhere.
+    """
+    if impl == "reference" or (impl is None and not x_MK.is_cuda):
+        from kernels.scaled_mm.reference import mxfp4_mm as product
+    else:
+        from kernels.scaled_mm.mxfp4 import mxfp4_mm as product
+    return product(x_MK, weight)
+
+
+def fp8_mm(
+    x_codes: torch.Tensor,
+    x_scales: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: Implementation | None = None,
+) -> torch.Tensor:
+    """y_MN of E4M3 operands in the layouts of `kernels.quant`: x in blocks of 1 x 128, w of 128 x 128 or 1 x 128.
+
+    x_codes [M, K], x_scales fp32 [M, ceil(K/128)]; w_codes [N, K], w_scales fp32 [ceil(N/128) or N, ceil(K/128)].
+    Each 128 of K is summed apart and scaled in fp32. dtype: bf16 or fp32. impl: None takes cuBLASLt's block-scaled
+    product on CUDA (N and K multiples of 16) and the reference elsewhere.
+    """
+    if impl == "reference" or (impl is None and not x_codes.is_cuda):
+        from kernels.scaled_mm.reference import fp8_mm as product
+    else:
+        from kernels.scaled_mm.fp8 import library_fp8_mm as product
+    return product(x_codes, x_scales, w_codes, w_scales, dtype)
+
+
+def fp8_linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """y_MN = x_MK @ w_NK.T in FP8, bf16 out, differentiable: forward, dgrad and wgrad are FP8 products.
+
+    x_MK: bf16 or fp32. w_NK: bf16 or fp32 values (an MXFP4 grid is kept exactly where `kernels.quant.mxfp4_to_fp8`
+    says so). The weight's gradient comes in w_NK's dtype, summed over all M rows in fp32; x's in x_MK's dtype.
+    """
+    from kernels.scaled_mm.fp8 import Fp8Linear
+
+    return Fp8Linear.apply(x_MK, w_NK)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,99 @@
+"""Row-invariant bf16 products on CUDA: cuBLASLt held to one order of sums, and a Triton product in the same order.
+
+Why it works (measured, BENCH.md): without split-K every cuBLASLt kernel adds products of 16 columns at a time, in
+ascending order, into one fp32 sum, as a Triton dot over ascending K does, so tiles of any size agree bit for bit. The
+library switches to another kind of kernel for one row, hence the padding.
+
+Invariant: neither path takes more than one partial sum over K.
+
+Shape letters: M rows of x, N rows of the weight, K columns of both.
+"""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from schemas.errors import ContractError
+
+FEWEST_ROWS = 16
+TEST_ROWS = 2048
+
+
+def library_mm(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """x @ w.T through cuBLASLt with split-K off."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    # The second value turns split-K off; with it on, some numbers of rows sum K in parts.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    rows = len(x_MK)
+    if 0 < rows < FEWEST_ROWS:
+        return F.linear(F.pad(x_MK, (0, 0, 0, FEWEST_ROWS - rows)), w_NK)[:rows]
+    return F.linear(x_MK, w_NK)
+
+
+def triton_mm(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """x @ w.T, bf16, K a multiple of 8."""
+    (rows, columns), outputs = x_MK.shape, len(w_NK)
+    y_MN = torch.empty(rows, outputs, dtype=x_MK.dtype, device=x_MK.device)
+    if rows == 0:
+        return y_MN
+    block_m, block_n, warps = (128, 128, 8) if rows > 64 else (64, 128, 4)
+    _mm[(triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)](
+        TensorDescriptor.from_tensor(x_MK, [block_m, 64]),
+        TensorDescriptor.from_tensor(w_NK, [block_n, 64]),
+        y_MN,
+        rows,
+        outputs,
+        columns,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=64,
+        num_warps=warps,
+        num_stages=4,
+    )
+    return y_MN
+
+
+@triton.jit
+def _mm(
+    x_desc, w_desc, y_ptr, rows, outputs, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    # Eight row tiles share the weight tiles that they read before the next eight start.
+    program = tl.program_id(0)
+    row_tiles, output_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
+    first = program // (8 * output_tiles) * 8
+    height = tl.minimum(row_tiles - first, 8)
+    tile_m = first + program % (8 * output_tiles) % height
+    tile_n = program % (8 * output_tiles) // height
+    sum_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(0, columns, BLOCK_K):
+        x_MK = x_desc.load([tile_m * BLOCK_M, k])
+        w_NK = w_desc.load([tile_n * BLOCK_N, k])
+        sum_MN = tl.dot(x_MK, tl.trans(w_NK), sum_MN)
+    m_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    y_ptrs = y_ptr + m_M[:, None].to(tl.int64) * outputs + n_N[None, :]
+    tl.store(y_ptrs, sum_MN.to(y_ptr.dtype.element_ty), mask=(m_M[:, None] < rows) & (n_N[None, :] < outputs))
+
+
+def check_row_invariance(num_rows: int, num_columns: int, device: torch.device) -> None:
+    """Raise ContractError unless rows of `library_mm` for a weight [num_rows, num_columns] keep their bits."""
+    generator = torch.Generator(device).manual_seed(num_rows * 65536 + num_columns)
+    normal = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    w_NK = torch.randn(num_rows, num_columns, **normal)
+    x_MK = torch.randn(TEST_ROWS, num_columns, **normal)
+    expected_MN = library_mm(x_MK, w_NK)
+    for rows in (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 192, 256, 257, 511, 512, 1000, 1024, 2000):
+        chosen = torch.randperm(TEST_ROWS, generator=generator, device=device)[:rows]
+        if not torch.equal(library_mm(x_MK[chosen], w_NK), expected_MN[chosen]):
+            raise ContractError(
+                f"row-invariant product, weight {num_rows} x {num_columns}",
+                expected=f"rows of a product of {TEST_ROWS} rows, bit for bit",
+                found=f"other bits in a product of {rows} rows",
+                next_command='ask for impl="triton", which sums K in one order by construction',
+            )

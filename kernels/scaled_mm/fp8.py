@@ -1,0 +1,108 @@
+"""FP8 products of training: cuBLASLt's block-scaled product on kernels.quant's layouts, and the autograd linear.
+
+Three products a linear: forward x @ w.T and dgrad dy @ w take 1 x 128 blocks against the weight's 128 x 128 blocks,
+whose transpose is exact; wgrad dy.T @ x sums over tokens and takes 1 x 128 blocks along tokens on both sides, from
+the read that also makes the row blocks. Gradients are quantised as they come: powers of two lose nothing to a loss
+scale, so no 1/N needs to be kept out.
+
+Invariant: the weight's codes are made once a forward and used in both directions.
+
+Shape letters: M tokens, N outputs, K inputs.
+"""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import ScalingType, scaled_mm
+
+from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_tiles
+from schemas.errors import ContractError
+
+
+def library_fp8_mm(
+    x_codes: torch.Tensor, x_scales: torch.Tensor, w_codes: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """See `fp8_mm`. Raises ContractError where N or K is no multiple of 16, which the library refuses."""
+    outputs, columns = w_codes.shape
+    if outputs % 16 or columns % 16:
+        raise ContractError("fp8_mm", expected="a weight of multiples of 16", found=f"{outputs} x {columns}")
+    by_row = len(w_scales) == outputs and outputs != 1
+    recipe = ScalingType.BlockWise1x128 if by_row else ScalingType.BlockWise128x128
+    # 1 x 128 scales lie column by column; 128 x 128 scales are given as [K / 128, N / 128], K running fastest.
+    w_scales = _columns_first(w_scales) if by_row else w_scales.contiguous().t()
+    return scaled_mm(
+        x_codes,
+        w_codes.t(),
+        _columns_first(x_scales),
+        ScalingType.BlockWise1x128,
+        w_scales,
+        recipe,
+        output_dtype=dtype,
+    )
+
+
+def _columns_first(scales: torch.Tensor) -> torch.Tensor:
+    return scales.t().contiguous().t()
+
+
+class Fp8Linear(torch.autograd.Function):
+    """y = x @ w.T; keeps FP8 copies of x (along tokens) and w for the backward pass, no wide ones."""
+
+    @staticmethod
+    def forward(ctx, x_MK, w_NK):
+        w_codes, w_scales = fp8_quantize_tiles(w_NK)
+        if ctx.needs_input_grad[1]:
+            x_codes, x_scales, xt_codes, xt_scales = fp8_quantize_both(x_MK)
+        else:
+            x_codes, x_scales = fp8_quantize_rows(x_MK)
+            xt_codes = xt_scales = None
+        ctx.save_for_backward(w_codes, w_scales, xt_codes, xt_scales)
+        ctx.dtypes = x_MK.dtype, w_NK.dtype
+        return _product(x_codes, x_scales, w_codes, w_scales, torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        w_codes, w_scales, xt_codes, xt_scales = ctx.saved_tensors
+        x_dtype, w_dtype = ctx.dtypes
+        dx_MK = dw_NK = None
+        if ctx.needs_input_grad[1]:
+            dy_codes, dy_scales, dyt_codes, dyt_scales = fp8_quantize_both(grads[0])
+            dw_NK = _product(dyt_codes, dyt_scales, xt_codes, xt_scales, w_dtype)
+        else:
+            dy_codes, dy_scales = fp8_quantize_rows(grads[0])
+        if ctx.needs_input_grad[0]:
+            dx_MK = _product(dy_codes, dy_scales, _transposed(w_codes), w_scales.t(), torch.bfloat16).to(x_dtype)
+        return dx_MK, dw_NK
+
+
+@triton.jit
+def _transpose(source_ptr, target_ptr, rows, columns, BLOCK: tl.constexpr):
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    tile = tl.load(source_ptr + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside)
+    # Bytes, not E4M3: Triton miscompiles transposed FP8 stores on this card.
+    tl.store(target_ptr + c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(tile), mask=tl.trans(inside))
+
+
+def _transposed(codes: torch.Tensor) -> torch.Tensor:
+    """A contiguous transpose; the library takes both operands along K only."""
+    if not codes.is_cuda:
+        return codes.t().contiguous()
+    rows, columns = codes.shape
+    target = torch.empty(columns, rows, dtype=torch.uint8, device=codes.device)
+    grid = (triton.cdiv(rows, 128), triton.cdiv(columns, 128))
+    _transpose[grid](codes.view(torch.uint8), target, rows, columns, BLOCK=128, num_warps=8)
+    return target.view(codes.dtype)
+
+
+def _product(a_codes, a_scales, b_codes, b_scales, dtype):
+    if a_codes.is_cuda:
+        return library_fp8_mm(a_codes, a_scales, b_codes, b_scales, dtype)
+    from kernels.scaled_mm.reference import fp8_mm
+
+    return fp8_mm(a_codes, a_scales, b_codes, b_scales, dtype)

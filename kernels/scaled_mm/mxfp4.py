@@ -1,0 +1,309 @@
+"""x @ W.T for a packed MXFP4 weight on Hopper: decoded in registers between memory and tensor core.
+
+A program owns 64 or 128 rows of the weight (one or two warp groups) and a block of rows of x. One warp streams packed
+tiles, one streams tiles of x, through rings in shared memory; a computing group turns words into bf16 right where the
+tensor core reads its left operand, so decoded weights never touch memory. Every weight is decoded once for each block
+of rows of x. Many rows are cheaper over a decoded copy, which `_unpack` writes for the dense product.
+
+Invariant: K is summed in ascending steps of 16 in one fp32 sum, as in dense.py, so the bits are those of the dense
+product on the decoded values.
+
+Shape letters: M rows of x, N rows of the weight, K columns of both.
+"""
+
+# Kernels are written in Gluon's own types, which pyright takes for Python's.
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.scaled_mm.dense import library_mm
+from kernels.scaled_mm.packing import Mxfp4Weight
+
+#: Rows of x from which a decoded copy of the weight and the dense product are faster.
+DECODED_COPY_ROWS = 1024
+#: Largest number of rows of x -> rows a program, warp groups, buffers of packed tiles, buffers of x.
+PLANS = {16: (16, 1, 16, 8), 32: (32, 1, 16, 8), 64: (64, 1, 12, 8), 128: (128, 1, 12, 5)}
+MANY_ROWS = (128, 2, 6, 4)
+
+
+def _decode_word(word: int, upper: int, lower: int, out: int) -> str:
+    """PTX that turns operand `word` into four bf16x2 at `out`; operands `upper`, `lower` scale rows n and n + 8.
+
+    Masks pick sign and magnitude of one column in each half word; packing.BITS says where they lie.
+    """
+    return f"""
+    and.b32 x0, ${word}, 0x81C081C0;
+    shl.b32 x1, ${word}, 3;
+    and.b32 x1, x1, 0x81C081C0;
+    shl.b32 x2, ${word}, 6;
+    and.b32 x2, x2, 0x81C081C0;
+    shl.b32 x3, ${word}, 1;
+    and.b32 x3, x3, 0x80008000;
+    shr.b32 x4, ${word}, 3;
+    lop3.b32 x3, x4, 0x01800180, x3, 0xEA;
+    shr.b32 x4, ${word}, 7;
+    lop3.b32 x3, x4, 0x00400040, x3, 0xEA;
+    mul.bf16x2 ${out}, x0, ${upper};
+    mul.bf16x2 ${out + 1}, x1, ${lower};
+    mul.bf16x2 ${out + 2}, x2, ${upper};
+    mul.bf16x2 ${out + 3}, x3, ${lower};"""
+
+
+_DECLARE = ".reg .b32 x0, x1, x2, x3, x4;"
+#: Two neighbouring words (k and k + 16) at a time, since outputs of 16 bits come in pairs.
+DECODE_PAIR = gl.constexpr("{" + _DECLARE + _decode_word(8, 10, 12, 0) + _decode_word(9, 11, 13, 4) + "}")
+DECODE_PAIR_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 6))
+DECODE_ONE = tl.constexpr("{" + _DECLARE + _decode_word(4, 5, 6, 0) + "}")
+DECODE_ONE_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 3))
+
+
+@gluon.jit
+def _operand(words, exponents, word_layout: gl.constexpr, sum_layout: gl.constexpr):
+    """Left operand [64, 64] of a packed tile: words [16, 32], exponents [4 warp, 8 row]."""
+    words = gl.convert_layout(words.reshape([4, 8, 4, 2, 2]), word_layout, assert_trivial=True)
+    group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, word_layout)))))
+    for axis in gl.static_range(3):
+        group = gl.expand_dims(group, axis)
+    for axis in gl.static_range(3):
+        exponents = gl.expand_dims(exponents, 2 + axis)
+    exponents = exponents >> (gl.expand_dims(group, 4) * 8)
+    # An exponent in both halves of a word is a power of two in bf16x2.
+    upper = (exponents & 0xFF) * 0x00800080
+    lower = ((exponents >> 16) & 0xFF) * 0x00800080
+    words, upper = gl.broadcast(words, upper)
+    words, lower = gl.broadcast(words, lower)
+    v = gl.inline_asm_elementwise(
+        DECODE_PAIR, DECODE_PAIR_CONSTRAINTS, [words, upper, lower], (gl.bfloat16,) * 8, True, 2
+    )
+    # v[p + 4 block]: the last axis, which was the word's place in the pair, is now the column's parity.
+    first = gl.join(gl.join(v[0], v[1]), gl.join(v[2], v[3]))
+    second = gl.join(gl.join(v[4], v[5]), gl.join(v[6], v[7]))
+    # Axes: warp, row, quad, group, k + 1, n + 8, k + 8, block.
+    tile = gl.join(first, second).permute((0, 5, 1, 3, 7, 6, 2, 4)).reshape([64, 64])
+    return gl.convert_layout(tile, gl.DotOperandLayout(0, sum_layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _compute(
+    HALF: gl.constexpr,
+    GROUPS: gl.constexpr,
+    y_ptr,
+    exponents_ptr,
+    words_smem,
+    x_smem,
+    words_full,
+    words_empty,
+    x_full,
+    x_empty,
+    first_m,
+    rows,
+    outputs,
+    steps,
+):
+    """64 rows of the weight against the program's rows of x."""
+    WORD_BUFFERS: gl.constexpr = words_smem.shape[0] // GROUPS
+    X_BUFFERS: gl.constexpr = x_smem.shape[0]
+    BLOCK_M: gl.constexpr = x_smem.shape[1]
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0])
+    exponent_layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, word_layout)))
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    tile_n = gl.program_id(0) * GROUPS + HALF
+    warp = gl.arange(0, 4, gl.SliceLayout(1, exponent_layout))
+    row = gl.arange(0, 8, gl.SliceLayout(0, exponent_layout))
+    exponents_ptr += tile_n.to(gl.int64) * steps * 64 + (warp[:, None] * 8 + row[None, :])
+    sum_NM = gl.zeros([64, BLOCK_M], gl.float32, sum_layout)
+    # Exponents come straight from memory, two steps ahead of their use.
+    left = gl.load(exponents_ptr)
+    right = gl.load(exponents_ptr + 32)
+    next_left = gl.load(exponents_ptr + gl.minimum(1, steps - 1) * 64)
+    next_right = gl.load(exponents_ptr + gl.minimum(1, steps - 1) * 64 + 32)
+    for step in range(steps):
+        ahead = gl.minimum(step + 2, steps - 1) * 64
+        later_left = gl.load(exponents_ptr + ahead)
+        later_right = gl.load(exponents_ptr + ahead + 32)
+        slot = step % WORD_BUFFERS
+        x_slot = step % X_BUFFERS
+        mbarrier.wait(words_full.index(slot), (step // WORD_BUFFERS) & 1)
+        words = words_smem.index(slot * GROUPS + HALF)
+        w_left = _operand(words.slice(0, 16, 0).load(load_layout), left, word_layout, sum_layout)
+        w_right = _operand(words.slice(16, 16, 0).load(load_layout), right, word_layout, sum_layout)
+        mbarrier.wait(x_full.index(x_slot), (step // X_BUFFERS) & 1)
+        x = x_smem.index(x_slot)
+        token = warpgroup_mma(w_left, x.slice(0, 64, 1).permute((1, 0)), sum_NM, is_async=True)
+        token = warpgroup_mma(w_right, x.slice(64, 64, 1).permute((1, 0)), token, is_async=True)
+        # The previous step's two products have read their x; one thread speaks for the group, past the wait.
+        sum_NM = warpgroup_mma_wait(2, deps=(token,))
+        gl.thread_barrier()
+        mbarrier.arrive(words_empty.index(slot), count=1)
+        mbarrier.arrive(x_empty.index((step + X_BUFFERS - 1) % X_BUFFERS), count=1, pred=step > 0)
+        left = next_left
+        right = next_right
+        next_left = later_left
+        next_right = later_right
+    sum_NM = warpgroup_mma_wait(0, deps=(sum_NM,))
+    store_layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    y_NM = gl.convert_layout(sum_NM.to(gl.bfloat16), store_layout)
+    n = tile_n * 64 + gl.arange(0, 64, gl.SliceLayout(1, store_layout))
+    m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, store_layout))
+    y_ptrs = y_ptr + m[None, :].to(gl.int64) * outputs + n[:, None]
+    gl.store(y_ptrs, y_NM, mask=(m[None, :] < rows) & (n[:, None] < outputs))
+
+
+@gluon.jit
+def _load_words(words_desc, words_smem, words_full, words_empty, steps, GROUPS: gl.constexpr):
+    WORD_BUFFERS: gl.constexpr = words_smem.shape[0] // GROUPS
+    tile_n = gl.program_id(0) * GROUPS
+    for step in range(steps):
+        slot = step % WORD_BUFFERS
+        mbarrier.wait(words_empty.index(slot), ((step // WORD_BUFFERS) & 1) ^ 1)
+        mbarrier.expect(words_full.index(slot), 4096 * GROUPS)
+        for half in gl.static_range(GROUPS):
+            row = ((tile_n + half) * steps + step) * 32
+            target = words_smem.index(slot * GROUPS + half)
+            tma.async_copy_global_to_shared(words_desc, [row, 0], words_full.index(slot), target)
+
+
+@gluon.jit
+def _load_x(x_desc, x_smem, x_full, x_empty, first_m, steps):
+    X_BUFFERS: gl.constexpr = x_smem.shape[0]
+    BLOCK_M: gl.constexpr = x_smem.shape[1]
+    for step in range(steps):
+        slot = step % X_BUFFERS
+        mbarrier.wait(x_empty.index(slot), ((step // X_BUFFERS) & 1) ^ 1)
+        mbarrier.expect(x_full.index(slot), BLOCK_M * 256)
+        tma.async_copy_global_to_shared(x_desc, [first_m, step * 128], x_full.index(slot), x_smem.index(slot))
+
+
+@gluon.jit
+def _decode_mm(
+    words_desc,
+    exponents_ptr,
+    x_desc,
+    y_ptr,
+    rows,
+    outputs,
+    steps,
+    GROUPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    WORD_BUFFERS: gl.constexpr,
+    X_BUFFERS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    first_m = gl.program_id(1) * BLOCK_M
+    words_smem = gl.allocate_shared_memory(gl.int32, [WORD_BUFFERS * GROUPS, 32, 32], words_desc.layout)
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [X_BUFFERS, BLOCK_M, 128], x_desc.layout)
+    words_full = gl.allocate_shared_memory(gl.int64, [WORD_BUFFERS, 1], mbarrier.MBarrierLayout())
+    words_empty = gl.allocate_shared_memory(gl.int64, [WORD_BUFFERS, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [X_BUFFERS, 1], mbarrier.MBarrierLayout())
+    x_empty = gl.allocate_shared_memory(gl.int64, [X_BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(WORD_BUFFERS):
+        mbarrier.init(words_full.index(i), count=1)
+        mbarrier.init(words_empty.index(i), count=GROUPS)
+    for i in gl.static_range(X_BUFFERS):
+        mbarrier.init(x_full.index(i), count=1)
+        mbarrier.init(x_empty.index(i), count=GROUPS)
+    fence_async_shared()
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_compute, (0, 1, y_ptr, exponents_ptr, words_smem, x_smem, words_full, words_empty, x_full, x_empty,
+                            first_m, rows, outputs, steps)),
+                (_load_words, (words_desc, words_smem, words_full, words_empty, steps, 1)),
+                (_load_x, (x_desc, x_smem, x_full, x_empty, first_m, steps)),
+            ],
+            [1, 1],
+            [24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (0, 2, y_ptr, exponents_ptr, words_smem, x_smem, words_full, words_empty, x_full, x_empty,
+                            first_m, rows, outputs, steps)),
+                (_compute, (1, 2, y_ptr, exponents_ptr, words_smem, x_smem, words_full, words_empty, x_full, x_empty,
+                            first_m, rows, outputs, steps)),
+                (_load_words, (words_desc, words_smem, words_full, words_empty, steps, 2)),
+                (_load_x, (x_desc, x_smem, x_full, x_empty, first_m, steps)),
+            ],
+            [4, 1, 1],
+            [232, 24, 24],
+        )  # fmt: skip
+
+
+@triton.jit
+def _unpack(words_ptr, exponents_ptr, w_ptr, num_rows, num_columns, column_tiles):
+    """One packed tile to bf16 pairs; w_ptr counts int32, two columns each."""
+    tile = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, 512)
+    block, group, quad, row, warp = lane % 2, lane // 2 % 2, lane // 4 % 4, lane // 16 % 8, lane // 128
+    word = tl.load(words_ptr + tile * 512 + lane)
+    exponent = tl.load(exponents_ptr + tile * 32 + warp * 8 + row) >> (group * 8)
+    upper = (exponent & 0xFF) * 0x00800080
+    lower = (exponent >> 16 & 0xFF) * 0x00800080
+    pairs = tl.inline_asm_elementwise(
+        DECODE_ONE, DECODE_ONE_CONSTRAINTS, [word, upper, lower], (tl.int32,) * 4, True, 1
+    )
+    n = tile // column_tiles * 64 + warp * 16 + row
+    k = tile % column_tiles * 64 + group * 32 + block * 16 + quad * 2
+    for p in tl.static_range(4):
+        n_p, k_p = n + p % 2 * 8, k + p // 2 * 8
+        tl.store(w_ptr + (n_p * num_columns + k_p) // 2, pairs[p], mask=(n_p < num_rows) & (k_p < num_columns))
+
+
+def decoded_copy(weight: Mxfp4Weight) -> torch.Tensor:
+    """The weight's values, bf16 [N, K], on its CUDA device."""
+    w_NK = torch.empty(weight.num_rows, weight.num_columns, dtype=torch.bfloat16, device=weight.words.device)
+    tiles = weight.words.numel() // 512
+    _unpack[(tiles,)](
+        weight.words,
+        weight.exponents,
+        w_NK.view(torch.int32),
+        weight.num_rows,
+        weight.num_columns,
+        2 * weight.column_steps,
+    )
+    return w_NK
+
+
+def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight) -> torch.Tensor:
+    """See `kernels.scaled_mm.mxfp4_mm`; x_MK bf16, contiguous."""
+    rows, outputs = len(x_MK), weight.num_rows
+    if rows >= DECODED_COPY_ROWS:
+        return library_mm(x_MK, decoded_copy(weight))
+    y_MN = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x_MK.device)
+    if rows == 0:
+        return y_MN
+    plan = next((plan for limit, plan in PLANS.items() if rows <= limit), MANY_ROWS)
+    block_m, groups, word_buffers, x_buffers = plan
+    words_layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.int32)
+    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 128], gl.bfloat16)
+    _decode_mm[(triton.cdiv(outputs, 64 * groups), triton.cdiv(rows, block_m))](
+        TensorDescriptor.from_tensor(weight.words, [32, 32], words_layout),
+        weight.exponents,
+        TensorDescriptor.from_tensor(x_MK, [block_m, 128], x_layout),
+        y_MN,
+        rows,
+        outputs,
+        weight.column_steps,
+        GROUPS=groups,
+        BLOCK_M=block_m,
+        WORD_BUFFERS=word_buffers,
+        X_BUFFERS=x_buffers,
+        num_warps=4,
+    )
+    return y_MN
