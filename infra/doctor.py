@@ -1,0 +1,131 @@
+"""Does an object store keep the promises that runs rely on? Tried on the store itself, under doctor/, and removed.
+
+A service may ignore what it does not know: a PUT that should be conditional overwrites, a range brings the whole
+object. Nothing would fail at once; two owners would. So each promise is tested by what a breach would show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infra.store import ObjectStore
+from schemas.errors import ContractError, OpdError
+from schemas.keys import digest_bytes
+
+_RACERS, _ROUNDS = 8, 3
+_BODY = bytes(range(256)) * 64
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One promise, and what was found; kept tells whether that is it."""
+
+    name: str
+    kept: bool
+    found: str
+
+
+def check_store(store: ObjectStore) -> list[Promise]:
+    """Try every promise. Raises StoreError only if the store cannot be written, read and cleaned at all."""
+    prefix = f"doctor/{uuid.uuid4().hex}"
+    try:
+        _write_and_read(store, prefix)
+        return [_tried(name, check, store, prefix) for name, check in _PROMISES.items()]
+    finally:
+        with contextlib.suppress(OpdError):  # a failure to clean up is never the news
+            for key in store.list(f"{prefix}/"):
+                store.delete(key)
+
+
+def require_promises(store: ObjectStore) -> None:
+    """ContractError that names every broken promise."""
+    broken = [f"{promise.name}: {promise.found}" for promise in check_store(store) if not promise.kept]
+    if broken:
+        raise ContractError(
+            store.root,
+            expected="a store that keeps the promises of leases and logs",
+            found="; ".join(broken),
+            safe="nothing was started",
+            next_command="opd doctor, with another store or a newer version of this one",
+        )
+
+
+def _tried(name: str, check: Callable[[ObjectStore, str], str], store: ObjectStore, prefix: str) -> Promise:
+    try:
+        breach = check(store, f"{prefix}/{name.replace(' ', '-')}")
+    except OpdError as error:
+        breach = str(error)
+    return Promise(name, not breach, breach or "kept")
+
+
+def _write_and_read(store: ObjectStore, prefix: str) -> str:
+    key = f"{prefix}/object"
+    store.put(key, b"first")
+    store.put(key, _BODY)
+    if store.get(key) != _BODY:
+        return "another object than the one just written"
+    info = store.head(key)
+    if info is None or info.size_bytes != len(_BODY) or info.digest not in (None, digest_bytes(_BODY)):
+        return f"head says {info}"
+    store.delete(key)
+    return "" if store.head(key) is None else "a deleted object is still there"
+
+
+def _range(store: ObjectStore, prefix: str) -> str:
+    store.put(f"{prefix}/object", _BODY)
+    return "" if store.get_range(f"{prefix}/object", 1000, 301) == _BODY[1000:1301] else "another range than asked for"
+
+
+def _create_once(store: ObjectStore, prefix: str) -> str:
+    if not store.put_if_absent(f"{prefix}/object", b"first"):
+        return "a new key counts as taken"
+    if store.put_if_absent(f"{prefix}/object", b"second"):
+        return "a taken key was given a second time"
+    return "" if store.get(f"{prefix}/object") == b"first" else "the refused object is there"
+
+
+def _race(store: ObjectStore, prefix: str) -> str:
+    """Racers of several rounds; a service that checks first and then writes gives a round to more than one."""
+    for round_index in range(_ROUNDS):
+        key = f"{prefix}/{round_index}"
+        barrier = threading.Barrier(_RACERS)
+        won: list[int] = []
+        threads = [threading.Thread(target=_contend, args=(store, key, i, barrier, won)) for i in range(_RACERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(won) != 1 or store.get(key) != b"%d" % won[0]:
+            return f"{len(won)} winners of one key"
+    return ""
+
+
+def _contend(store: ObjectStore, key: str, index: int, barrier: threading.Barrier, won: list[int]) -> None:
+    barrier.wait()
+    with contextlib.suppress(OpdError):  # a racer without an answer has not won, and the count tells
+        if store.put_if_absent(key, b"%d" % index):
+            won.append(index)
+
+
+def _list_after_put(store: ObjectStore, prefix: str) -> str:
+    written: list[str] = []
+    for index in range(20):
+        written.append(f"{prefix}/{index:02d}")
+        store.put(written[-1], b"")
+        if store.list(f"{prefix}/") != written:
+            return f"a listing without the object written before it, {written[-1]}"
+    store.delete(written.pop())
+    return "" if store.list(f"{prefix}/") == written else "a listing with a deleted object"
+
+
+_PROMISES = {
+    "read after write": _write_and_read,
+    "byte ranges": _range,
+    "create once": _create_once,
+    "one winner of a race": _race,
+    "list after write": _list_after_put,
+}
