@@ -75,8 +75,8 @@ def session(root: str, settings: Spark) -> SparkSession:
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.shuffle.partitions": str(settings.shuffle_partitions),
         "spark.databricks.delta.properties.defaults.enableDeletionVectors": "false",
-        # Delta rebuilds a snapshot in 50 tasks unless told otherwise: seconds each on tables of this size.
-        "spark.databricks.delta.snapshotPartitions": "2",
+        # Delta rebuilds a snapshot in 50 tasks unless told otherwise: seconds each, for logs of a few thousand files.
+        "spark.databricks.delta.snapshotPartitions": "1",
     }
     builder = SparkSession.builder
     for name, value in options.items():

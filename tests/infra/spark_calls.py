@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infra import tables
 from schemas.errors import StoreError
 
 if TYPE_CHECKING:
@@ -47,6 +48,20 @@ def die(spark: SparkSession, *, marker: str, times: int) -> str:
         print("about to die", flush=True)
         os._exit(9)
     return f"alive after {so_far}"
+
+
+def commit_and_die(spark: SparkSession, *, marker: str, commit: dict[str, Any]) -> dict[str, Any]:
+    """commit_slice in a process that ends, the first time, between the Delta commit and its read-back."""
+    if not Path(marker).exists():
+        replace = tables._replace
+
+        def replace_and_die(*arguments: Any) -> None:
+            replace(*arguments)
+            Path(marker).touch()
+            os._exit(9)
+
+        tables._replace = replace_and_die
+    return tables.commit_slice(spark, **commit)
 
 
 def sleep(spark: SparkSession, *, seconds: float) -> None:

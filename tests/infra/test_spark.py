@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from infra import tables
 from infra.spark import SparkChild
+from infra.store import open_store
+from schemas import keys
 from schemas.errors import ConfigError, StageError, StoreError
-from tests.spark_session import SETTINGS
+from schemas.rows import METRICS, content_digest
+from tests.spark_session import JARS, SETTINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -65,6 +69,22 @@ def test_answers_errors_and_deaths(tmp_path: Path) -> None:
     assert not root.exists(), "a session made something under a root that has no tables"
 
 
+def test_a_commit_whose_process_dies_is_found_whole_by_the_next(tmp_path: Path) -> None:
+    root = str(tmp_path / "data")
+    row = {
+        "run_id": "r", "iteration": 0, "stage": "train", "step": 0, "name": "kl", "teacher_index": None, "value": 0.5,
+    }  # fmt: skip
+    open_store(root).put("rows.jsonl", keys.canonical_json(row) + b"\n")
+    commit = {
+        "root": root, "table": "metrics", "slice": {"run_id": "r", "iteration": 0, "stage": "train"},
+        "row_keys": ["rows.jsonl"], "num_rows": 1, "content_digest": content_digest(METRICS, [row]),
+    }  # fmt: skip
+    with SparkChild(root, ONE_CORE, tmp_path / "spark.log") as child:
+        done = child.call(f"{CALLS}:commit_and_die", marker=str(tmp_path / "died"), commit=commit)
+    assert (done["version"], done["written"]) == (1, False)
+    assert tables.read_rows(root, "metrics", {"run_id": "r"}) == [row]
+
+
 def test_the_child_ends_with_its_flow_even_in_the_middle_of_a_call(tmp_path: Path) -> None:
     flow = (
         "import sys, threading, time\n"
@@ -77,7 +97,11 @@ def test_the_child_ends_with_its_flow_even_in_the_middle_of_a_call(tmp_path: Pat
         f"print(child.call('{CALLS}:count', rows=2)['count'], 'pyspark' in sys.modules, flush=True)\n"
         f"child.call('{CALLS}:sleep', seconds=600)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", flow], stdout=subprocess.PIPE, text=True)
+    (tmp_path / "cwd").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", flow], stdout=subprocess.PIPE, text=True, cwd=tmp_path / "cwd",
+        env={**os.environ, "PYTHONPATH": str(JARS.parent)},
+    )  # fmt: skip
     assert process.stdout is not None
     try:
         pids = [int(pid) for pid in process.stdout.readline().split()]
@@ -87,6 +111,7 @@ def test_the_child_ends_with_its_flow_even_in_the_middle_of_a_call(tmp_path: Pat
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     assert wait_until_ended(pids) == []
+    assert list((tmp_path / "cwd").iterdir()) == []
 
 
 def test_without_java_the_call_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,20 +199,12 @@ def test_a_superseded_committer_writes_nothing(
 
 
 def test_racing_commits_to_one_table_all_arrive(spark: SparkSession, spark_root: str) -> None:
-    failures: list[OpdError] = []
+    def write(run_id: str) -> bool:
+        new_rows = [metric(run_id, i, 0.25) for i in range(4)]
+        return commit(spark, spark_root, "metrics", metrics_slice(run_id), new_rows)["written"]
 
-    def writer(run_id: str) -> None:
-        try:
-            commit(spark, spark_root, "metrics", metrics_slice(run_id), [metric(run_id, i, 0.25) for i in range(4)])
-        except OpdError as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=writer, args=(f"race-{i}",)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(write, [f"race-{i}" for i in range(3)])) == [True] * 3
     for i in range(3):
         assert len(tables.read_rows(spark_root, "metrics", {"run_id": f"race-{i}"})) == 4
 
@@ -226,6 +218,14 @@ def test_deleting_from_an_iteration_on(spark: SparkSession, spark_root: str) -> 
     left = {run_id: tables.read_rows(spark_root, "metrics", {"run_id": run_id}) for run_id in ("cut", "cut-not")}
     assert [row["iteration"] for row in left["cut"]] == [0]
     assert [row["iteration"] for row in left["cut-not"]] == [0, 1, 2]
+
+
+def test_racing_creations_leave_each_table_once(spark: SparkSession, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda _: tables.create_tables(spark, root), range(2)))
+    assert done == [None, None]
+    assert {deltalake.DeltaTable(tables.table_uri(root, name)).version() for name in TABLES} == {0}
 
 
 def test_creating_again_changes_nothing(spark: SparkSession, spark_root: str) -> None:
