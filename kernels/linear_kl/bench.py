@@ -139,7 +139,7 @@ def _liger_figures(name, inputs):
     figures = {}
     for way, loss in ways.items():
         h_ND, w_VD = (x.detach().requires_grad_() for x in (inputs.h_ND, inputs.w_VD))
-        extra = (labels,) if way == "chunked" else ()
+        extra = (labels if way == "chunked" else None,)
 
         def step(loss=loss, h_ND=h_ND, w_VD=w_VD, extra=extra):
             h_ND.grad = w_VD.grad = None

@@ -26,6 +26,8 @@ import triton.language as tl
 from kernels.linear_kl import products
 
 _ROW_STEP = 16
+# Odd sizes would leave the library few algorithms, which differ in bits and speed.
+_COLUMN_STEP = 8
 # A slab is this many chunks: 8 bytes of logits a token for 2 bytes of gradient make both halves equal.
 _CHUNKS_PER_SLAB = 4
 _MAX_CHUNK_ROWS = 1024
@@ -47,7 +49,7 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
         grad_w_VD[V if N else 0 :].zero_()
     if N == 0:
         return kl_N, grad_h_ND, grad_w_VD
-    w_values_VD, u_values_VE = w_VD[:V].to(h_ND.dtype), u_VE[:V].to(t_NE.dtype)
+    w_values_VD, u_values_VE = _values(w_VD, V, h_ND.dtype), _values(u_VE, V, t_NE.dtype)
     space = _Workspace.of(h_ND, t_NE, V, plan.chunk_bytes)
     for first in range(0, N, space.slab_rows):
         rows = min(space.slab_rows, N - first)
@@ -64,15 +66,14 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
             _multiply(space.t_LE[:size], u_values_VE.t(), space.teacher_LV[:size], size == space.chunk_rows)
             _kl_pass(space, size, weight_G[chunk], dz_GV[chunk], plan)
             live = min(chunk.stop, rows) - start
-            if live > 0:
-                kl_N[first + start : first + start + live] = space.kl_L[:live]
+            kl_N[first + start : first + start + live] = space.kl_L[:live]
         if grad_h_ND is not None:
             _multiply(dz_GV, w_values_VD, space.grad_h_GD[:padded], padded == space.slab_rows)
             grad_h_ND[first : first + rows] = space.grad_h_GD[:rows]
         if grad_w_VD is not None:
-            if first == 0 and space.slab_rows < N:
-                products.tune(dz_GV.t(), h_GD, grad_w_VD[:V], accumulate=True)
-            products.multiply(dz_GV.t(), h_GD, grad_w_VD[:V], accumulate=first > 0)
+            if first == 0 and padded == space.slab_rows:
+                products.tune(dz_GV[:, :V].t(), h_GD, grad_w_VD[:V], accumulate=True)
+            products.multiply(dz_GV[:, :V].t(), h_GD, grad_w_VD[:V], accumulate=first > 0)
     return kl_N, grad_h_ND, grad_w_VD
 
 
@@ -110,8 +111,7 @@ class _Workspace:
     @staticmethod
     def of(h_ND, t_NE, V, chunk_bytes) -> _Workspace:
         """Buffers for `chunk_bytes` of logits and dz (at least 16 rows), the same addresses at every call."""
-        # Padded row strides keep every row on a 16-byte boundary for any V.
-        columns = -(-V // 8) * 8
+        columns = -(-V // _COLUMN_STEP) * _COLUMN_STEP
         chunk_rows, slab_rows = _rows(columns, h_ND.element_size(), chunk_bytes)
         slices = -(-V // _SLICE)
         f32, D, E = torch.float32, h_ND.shape[1], t_NE.shape[1]
@@ -137,7 +137,7 @@ class _Workspace:
         views, offset = {}, 0
         for name, (r, c, dtype) in parts.items():
             whole = buffer[offset : offset + r * c * dtype.itemsize].view(dtype).view(r, c)
-            views[name] = whole[:, :V] if c == columns and name.endswith("V") else whole if r > 1 else whole[0]
+            views[name] = whole if r > 1 else whole[0]
             offset += sizes[name]
         return _Workspace(chunk_rows, slab_rows, **views)
 
@@ -148,6 +148,13 @@ def _rows(columns, dz_bytes, chunk_bytes):
     chunk_rows = min(chunk_bytes // per_chunk_row, _MAX_CHUNK_ROWS) // _ROW_STEP * _ROW_STEP
     chunk_rows = max(chunk_rows, _ROW_STEP)
     return chunk_rows, chunk_rows * _CHUNKS_PER_SLAB
+
+
+def _values(head_VD, V, dtype):
+    """The head's first V rows in dtype, followed by zeros up to a multiple of 8; a copy only if that takes one."""
+    missing = -V % _COLUMN_STEP
+    values_VD = head_VD[:V].to(dtype)
+    return torch.nn.functional.pad(values_VD, (0, 0, 0, missing)) if missing else values_VD
 
 
 def _multiply(a_MK, b_KN, out_MN, recurring):
@@ -253,7 +260,7 @@ def _kl_slices(
     factor = tl.load(weight + row)
     if factor == 0.0:
         if GRADIENT:
-            tl.store(dz + row * stride_dz + column, tl.zeros([BLOCK], dz.dtype.element_ty), mask=inside)
+            tl.store(dz + row * stride_dz + column, tl.zeros([BLOCK], dz.dtype.element_ty), mask=column < stride_dz)
         tl.store(kl + row, 0.0)
     else:
         to_log2 = inverse_temperature * _LOG2E
@@ -308,5 +315,5 @@ def _kl_slices(
                 slope = q * ((difference + shift) * _LN2)
             else:
                 slope = q - p_local * (tl.exp2(y_max - y_top) / y_sum)
-            slope *= factor * inverse_temperature
-            tl.store(dz + row * stride_dz + column, slope.to(dz.dtype.element_ty), mask=inside)
+            slope = tl.where(inside, slope * (factor * inverse_temperature), 0.0)
+            tl.store(dz + row * stride_dz + column, slope.to(dz.dtype.element_ty), mask=column < stride_dz)

@@ -3,8 +3,9 @@
 torch.mm reaches the same library, but lets switches of the process decide on split-K, adds into an fp32 result with
 whatever algorithm comes first (up to a third slower here than the best), and cannot add FP8 products at all.
 
-Invariant: every element of a result is one sum over K, so a row's bits depend neither on the number of rows of the
-call nor on the algorithm. That makes it safe to choose algorithms by measurement.
+Invariant: every element of a result is one sum over K in ascending order. Where widths and leading dimensions are
+multiples of 8 all algorithms offered on Hopper agree on its bits (tested), so it is safe to choose among them by
+measurement, and a row's bits do not depend on the number of rows of the call.
 
 The library is column-major: a row-major M x N result of a and b is asked for as the N x M product of b' and a'.
 Legend: M rows and N columns of the result, K the summed dimension.
@@ -126,18 +127,22 @@ class _Plan:
 
 def _signature(a_MK, b_KN, out_MN):
     """All that decides on the algorithm: dtypes, sizes, orders, leading dimensions, alignments, device."""
-    if out_MN.stride(1) != 1 or a_MK.shape[1] != b_KN.shape[0] or out_MN.shape != (a_MK.shape[0], b_KN.shape[1]):
+    if a_MK.shape[1] != b_KN.shape[0] or out_MN.shape != (a_MK.shape[0], b_KN.shape[1]):
         raise ValueError(f"product of {list(a_MK.shape)} and {list(b_KN.shape)} into {list(out_MN.shape)}")
     operands = tuple(_operand(x) for x in (a_MK, b_KN, out_MN))
+    if not operands[2][1]:
+        raise ValueError("the result of a product must be row-major")
     return *operands, *out_MN.shape, a_MK.shape[1], out_MN.device.index
 
 
 def _operand(x):
-    rows_first = x.stride(1) == 1
-    if not rows_first and x.stride(0) != 1:
-        raise ValueError(f"a matrix of strides {x.stride()} has no unit stride")
+    rows, columns = x.shape
     alignment = min(x.data_ptr() & -x.data_ptr(), 256)
-    return x.dtype, rows_first, x.stride(0) if rows_first else x.stride(1), alignment
+    if x.stride(1) == 1 and (x.stride(0) >= columns or rows == 1):
+        return x.dtype, True, max(x.stride(0), columns), alignment
+    if x.stride(0) == 1 and (x.stride(1) >= rows or columns == 1):
+        return x.dtype, False, max(x.stride(1), rows), alignment
+    raise ValueError(f"a matrix of shape {list(x.shape)} and strides {x.stride()} is neither row- nor column-major")
 
 
 @functools.cache

@@ -20,9 +20,10 @@ import triton.language as tl
 _E2M1_EXPONENT, _E2M1_MANTISSA = tl.constexpr(2), tl.constexpr(0x400000)  # 6
 _E4M3_EXPONENT, _E4M3_MANTISSA = tl.constexpr(8), tl.constexpr(0x600000)  # 448
 _TWO_TO_126 = tl.constexpr(2.0**126)
+_ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 _INFINITY = tl.constexpr(0x7F800000)
 _BLOCKS_A_PROGRAM = 128
-_ROWS_A_PROGRAM = 32
+_ROWS_A_PROGRAM = 16
 
 
 def mxfp4_quantize(x_NK):
@@ -31,8 +32,10 @@ def mxfp4_quantize(x_NK):
     scales = torch.empty(N, K // 32, dtype=torch.uint8, device=x_NK.device)
     count = scales.numel()
     if count:
+        wide = x_NK.dtype == torch.float32
+        pairs = x_NK.view(torch.int64 if wide else torch.int32)
         _mxfp4_quantize[(_parts(count, _BLOCKS_A_PROGRAM),)](
-            x_NK, blocks, scales, count, BLOCKS=_BLOCKS_A_PROGRAM, num_warps=4
+            pairs, blocks, scales, count, WIDE=wide, BLOCKS=_BLOCKS_A_PROGRAM, num_warps=4
         )
     return blocks, scales
 
@@ -54,7 +57,8 @@ def mxfp4_to_fp8(blocks, scales):
     tile_scales = torch.empty(grid, dtype=torch.float32, device=blocks.device)
     exact = torch.empty(grid, dtype=torch.bool, device=blocks.device)
     if codes.numel():
-        _mxfp4_to_fp8[grid](blocks, scales, codes, tile_scales, exact, N, K, num_warps=8)
+        words, eights = blocks.view(torch.int32), codes.view(torch.int64)
+        _mxfp4_to_fp8[grid](words, scales, eights, tile_scales, exact, N, K, num_warps=4)
     return codes, tile_scales, exact
 
 
@@ -64,7 +68,7 @@ def fp8_quantize_tiles(w_NK):
     codes = torch.empty(N, K, dtype=torch.float8_e4m3fn, device=w_NK.device)
     scales = torch.empty(grid, dtype=torch.float32, device=w_NK.device)
     if codes.numel():
-        _fp8_tiles[grid](w_NK, codes, scales, N, K, num_warps=8)
+        _fp8_tiles[grid](w_NK, codes.view(torch.uint8), scales, N, K, num_warps=8)
     return codes, scales
 
 
@@ -74,7 +78,7 @@ def fp8_quantize_rows(x_MK):
     scales = torch.empty(M, _parts(K, 128), dtype=torch.float32, device=x_MK.device)
     if codes.numel():
         grid = (_parts(M, _ROWS_A_PROGRAM), scales.shape[1])
-        _fp8_rows[grid](x_MK, codes, scales, M, K, ROWS=_ROWS_A_PROGRAM, num_warps=4)
+        _fp8_rows[grid](x_MK, codes.view(torch.uint8), scales, M, K, ROWS=_ROWS_A_PROGRAM, num_warps=4)
     return codes, scales
 
 
@@ -82,13 +86,15 @@ def fp8_quantize_both(x_MK):
     M, K = x_MK.shape
     codes = torch.empty(M, K, dtype=torch.float8_e4m3fn, device=x_MK.device)
     scales = torch.empty(M, _parts(K, 128), dtype=torch.float32, device=x_MK.device)
-    codes_t = torch.empty(K, M, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    # Rows of the transpose are padded to 16 bytes, which also lets four codes be stored at a time.
+    padded = -(-M // 16) * 16
+    codes_t = torch.empty(K, padded, dtype=torch.float8_e4m3fn, device=x_MK.device)
     scales_t = torch.empty(K, _parts(M, 128), dtype=torch.float32, device=x_MK.device)
     if codes.numel():
         grid = (scales_t.shape[1], scales.shape[1])
-        # As bytes: Triton 3.6 can corrupt a transposed store of FP8 beside a plain one on Hopper.
-        _fp8_both[grid](x_MK, codes, scales, codes_t.view(torch.uint8), scales_t, M, K, num_warps=8)
-    return codes, scales, codes_t, scales_t
+        words_t = codes_t.view(torch.int32)
+        _fp8_both[grid](x_MK, codes.view(torch.uint8), scales, words_t, scales_t, M, K, padded // 4, num_warps=8)
+    return codes, scales, codes_t[:, :M], scales_t
 
 
 def _parts(length: int, size: int) -> int:
@@ -115,7 +121,8 @@ def _magnitude_bits(x):
 
 @triton.jit
 def _e4m3(x, exponent, broken):
-    return tl.where(broken, 0.0, x * _power_of_two(-exponent)).to(tl.float8e4nv)
+    """Codes as bytes: Triton 3.6 corrupts some stores of its own FP8 type on Hopper."""
+    return tl.where(broken, 0.0, x * _power_of_two(-exponent)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -124,33 +131,47 @@ def _fp8_scale(exponent, broken):
 
 
 @triton.jit
-def _mxfp4_quantize(x, blocks, scales, count, BLOCKS: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = block < count
-    column = tl.arange(0, 32)
-    values = tl.load(x + block[:, None] * 32 + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    top = tl.max(_magnitude_bits(values), 1)
+def _mxfp4_quantize(pairs, blocks, scales, count, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
+    """pairs: two neighbouring columns in one integer, the even one in its low half; 16 of them are a block."""
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = tl.arange(0, BLOCKS)
+    inside = block < count - first
+    place = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    pair = tl.load(pairs + first * 16 + place, mask=inside[:, None], other=0)
+    if WIDE:
+        low, high = pair.to(tl.int32), (pair >> 32).to(tl.int32)
+    else:
+        low, high = pair << 16, pair & -65536
+    top = tl.max(tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF), 1)
     broken = top >= _INFINITY
     exponent = _scale_exponent(tl.where(broken, 0, top), _E2M1_EXPONENT, _E2M1_MANTISSA)
-    magnitude = tl.abs(values) * _power_of_two(-exponent)[:, None]
-    # The seven middles between codes, a tie going to the even one.
-    codes = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
-    codes += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
-    codes += (magnitude > 5.0).to(tl.int32)
-    codes |= (values.to(tl.int32, bitcast=True) >> 28) & 8
-    codes = tl.where(broken[:, None], 0, codes)
-    low, high = tl.split(tl.reshape(codes, (BLOCKS, 16, 2)))
-    pair = tl.arange(0, 16)
-    packed = (low | (high << 4)).to(tl.uint8)
-    tl.store(blocks + block[:, None] * 16 + pair[None, :], packed, mask=inside[:, None])
-    tl.store(scales + block, tl.where(broken, 255, exponent + 127).to(tl.uint8), mask=inside)
+    inverse = _power_of_two(-exponent)[:, None]
+    codes = _e2m1(low, inverse) | (_e2m1(high, inverse) << 4)
+    codes &= tl.where(broken, 0, 255)[:, None]
+    tl.store(blocks + first * 16 + place, codes.to(tl.uint8), mask=inside[:, None])
+    tl.store(scales + first + block, tl.where(broken, 255, exponent + 127).to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _mxfp4_values(packed, scale_bytes, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """fp32 [ROWS, GROUPS * 32] of packed codes [ROWS, GROUPS * 16] and scale bytes [ROWS, GROUPS]."""
+def _e2m1(bits, inverse):
+    """Code of the fp32 of these bits over its block's scale, whose inverse is given.
+
+    As a function of the value the code is the least of three lines (slopes 2, 1 and 1/2), rounded to nearest even.
+    Adding 1.5 * 2^23 rounds to an integer, once, since multiplying by a power of two is exact.
+    """
+    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    steep = magnitude * (2.0 * inverse) + _ROUND_TO_INTEGER
+    middle = magnitude * inverse + (_ROUND_TO_INTEGER + 2.0)
+    flat = magnitude * (0.5 * inverse) + (_ROUND_TO_INTEGER + 4.0)
+    code = tl.minimum(tl.minimum(steep, middle), flat).to(tl.int32, bitcast=True) & 7
+    return code | ((bits >> 28) & 8)
+
+
+@triton.jit
+def _mxfp4_values(packed, scale_bytes, BLOCKS: tl.constexpr):
+    """fp32 [BLOCKS, 32] of packed codes [BLOCKS, 16] and scale bytes [BLOCKS]."""
     byte = packed.to(tl.int32)
-    codes = tl.reshape(tl.join(byte & 15, byte >> 4), (ROWS, GROUPS, 32))
+    codes = tl.reshape(tl.join(byte & 15, byte >> 4), (BLOCKS, 32))
     # Two exponent bits and one mantissa bit set into fp32's places give value * 2^-126, subnormals included.
     bits = ((codes & 7) << 22) | ((codes & 8) << 28)
     values = bits.to(tl.float32, bitcast=True) * _TWO_TO_126
@@ -158,7 +179,7 @@ def _mxfp4_values(packed, scale_bytes, ROWS: tl.constexpr, GROUPS: tl.constexpr)
     # Byte 0 is the subnormal 2^-127, byte 255 is NaN.
     scale = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
     scale = scale.to(tl.float32, bitcast=True)
-    return tl.reshape(values * scale[:, :, None], (ROWS, GROUPS * 32))
+    return values * scale[:, None]
 
 
 @triton.jit
@@ -168,34 +189,79 @@ def _mxfp4_dequantize(blocks, scales, out, count, BLOCKS: tl.constexpr):
     pair = tl.arange(0, 16)
     packed = tl.load(blocks + block[:, None] * 16 + pair[None, :], mask=inside[:, None], other=0)
     scale = tl.load(scales + block, mask=inside, other=127)
-    values = _mxfp4_values(packed, scale[:, None], BLOCKS, 1)
+    values = _mxfp4_values(packed, scale, BLOCKS)
     column = tl.arange(0, 32)
     tl.store(out + block[:, None] * 32 + column[None, :], values.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
-def _mxfp4_to_fp8(blocks, scales, codes, tile_scales, exact, N, K):
+def _mxfp4_to_fp8(words, scales, codes, tile_scales, exact, N, K):
+    """words: eight codes each. A group's eight FP8 magnitudes make a table of eight bytes, which `prmt` looks up
+    four codes at a time; what a group holds follows from the OR of its words."""
     row = (tl.program_id(0) * 128 + tl.arange(0, 128)).to(tl.int64)
-    first = tl.program_id(1)
-    pair = first * 64 + tl.arange(0, 64)
-    group = first * 4 + tl.arange(0, 4)
-    column = first * 128 + tl.arange(0, 128)
-    rows = row[:, None] < N
-    # Ragged edges read zero codes of scale one.
-    packed = tl.load(blocks + row[:, None] * (K // 2) + pair[None, :], mask=rows & (pair[None, :] < K // 2), other=0)
-    scale = tl.load(
-        scales + row[:, None] * (K // 32) + group[None, :], mask=rows & (group[None, :] < K // 32), other=127
-    )
-    values = _mxfp4_values(packed, scale, 128, 4)
-    top = tl.max(tl.max(_magnitude_bits(values), 1), 0)
-    broken = top >= _INFINITY
-    exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
-    fp8 = _e4m3(values, exponent, broken)
-    differs = (fp8.to(tl.float32) * _power_of_two(exponent) != values).to(tl.int32)
-    tl.store(codes + row[:, None] * K + column[None, :], fp8, mask=rows & (column[None, :] < K))
-    tile = tl.program_id(0) * tl.num_programs(1) + first
+    column = tl.program_id(1) * 16 + tl.arange(0, 16)
+    group = tl.program_id(1) * 4 + tl.arange(0, 4)
+    inside = (row[:, None] < N) & (column[None, :] < K // 8)
+    word = tl.load(words + row[:, None] * (K // 8) + column[None, :], mask=inside, other=0)
+    grouped = (row[:, None] < N) & (group[None, :] < K // 32)
+    byte = tl.load(scales + row[:, None] * (K // 32) + group[None, :], mask=grouped, other=127).to(tl.int32)
+    word = tl.reshape(word, (128, 4, 4))
+    seen, seen_top = tl.reduce((word, word & (word << 1) & 0x44444444), 2, _or_two)
+    # floor(log2) of the largest magnitude of a group: codes 6-7, 4-5, 2-3, 1.
+    top = tl.where(seen & 0x44444444 != 0, 1, tl.where(seen & 0x22222222 != 0, 0, -1))
+    top = tl.where(seen_top != 0, 2, top) + byte - 127
+    top = tl.where(seen & 0x77777777 != 0, top, -1000)
+    largest = tl.max(tl.max(top, 1), 0)
+    broken = (tl.max(tl.max(byte, 1), 0) == 255) | (largest >= 128)
+    exponent = tl.maximum(tl.where(broken, 0, largest) - _E4M3_EXPONENT, -126)
+    relative = _power_of_two(tl.minimum(tl.maximum(byte - 127 - exponent, -126), 127))
+    one, one_off = _table_entry(0.5 * relative)
+    two, two_off = _table_entry(1.0 * relative)
+    three, three_off = _table_entry(1.5 * relative)
+    four, four_off = _table_entry(2.0 * relative)
+    five, five_off = _table_entry(3.0 * relative)
+    six, six_off = _table_entry(4.0 * relative)
+    seven, seven_off = _table_entry(6.0 * relative)
+    low_table = ((one << 8) | (two << 16) | (three << 24))[:, :, None]
+    high_table = (four | (five << 8) | (six << 16) | (seven << 24))[:, :, None]
+    low_off = ((one_off << 8) | (two_off << 16) | (three_off << 24))[:, :, None]
+    high_off = (four_off | (five_off << 8) | (six_off << 16) | (seven_off << 24))[:, :, None]
+    magnitude, sign = word & 0x77777777, (word >> 3) & 0x11111111
+    low = _look_up(low_table, high_table, magnitude) | _look_up(0x8000, 0, sign)
+    high = _look_up(low_table, high_table, magnitude >> 16) | _look_up(0x8000, 0, sign >> 16)
+    off = _look_up(low_off, high_off, magnitude) | _look_up(low_off, high_off, magnitude >> 16)
+    eight = low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
+    eight = tl.where(broken, 0, tl.reshape(eight, (128, 16)))
+    tl.store(codes + row[:, None] * (K // 8) + column[None, :], eight, mask=inside)
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.store(tile_scales + tile, _fp8_scale(exponent, broken))
-    tl.store(exact + tile, tl.max(tl.max(differs, 1), 0) == 0)
+    any_off = tl.max(tl.max(tl.max((off != 0).to(tl.int32), 2), 1), 0)
+    tl.store(exact + tile, (any_off == 0) & (broken == 0))
+
+
+@triton.jit
+def _or_two(a0, a1, b0, b1):
+    return a0 | b0, a1 | b1
+
+
+@triton.jit
+def _table_entry(value):
+    """(E4M3 code of a magnitude, whether it is off)."""
+    fp8 = tl.minimum(value, 448.0).to(tl.float8e4nv)
+    return fp8.to(tl.uint8, bitcast=True).to(tl.int32), (fp8.to(tl.float32) != value).to(tl.int32)
+
+
+@triton.jit
+def _look_up(low_table, high_table, selectors):
+    """Four bytes of an eight-byte table, one for each of the low four nibbles of the selectors."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [low_table, high_table, selectors],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -217,31 +283,37 @@ def _fp8_rows(x, codes, scales, M, K, ROWS: tl.constexpr):
     column = tl.program_id(1) * 128 + tl.arange(0, 128)
     inside = (row[:, None] < M) & (column[None, :] < K)
     values = tl.load(x + row[:, None] * K + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    _store_rows(values, codes, scales, row, column, M, K, tl.program_id(1), tl.num_programs(1))
-
-
-@triton.jit
-def _store_rows(values, codes, scales, row, column, M, K, group, num_groups):
     top = tl.max(_magnitude_bits(values), 1)
     broken = top >= _INFINITY
     exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
     fp8 = _e4m3(values, exponent[:, None], broken[:, None])
-    inside = (row[:, None] < M) & (column[None, :] < K)
     tl.store(codes + row[:, None] * K + column[None, :], fp8, mask=inside)
-    tl.store(scales + row * num_groups + group, _fp8_scale(exponent, broken), mask=row < M)
+    tl.store(scales + row * tl.num_programs(1) + tl.program_id(1), _fp8_scale(exponent, broken), mask=row < M)
 
 
 @triton.jit
-def _fp8_both(x, codes, scales, codes_t, scales_t, M, K):
-    row = (tl.program_id(0) * 128 + tl.arange(0, 128)).to(tl.int64)
+def _fp8_both(x, codes, scales, words_t, scales_t, M, K, stride_t):
+    """A tile of 128 x 128 as [4, 32, 128]: rows 4j .. 4j + 3 of a column lie in one thread, which packs their codes
+    into one word before the tile is turned."""
+    step = tl.arange(0, 32)
+    row = (tl.program_id(0) * 128 + step[None, :] * 4 + tl.arange(0, 4)[:, None]).to(tl.int64)
     column = (tl.program_id(1) * 128 + tl.arange(0, 128)).to(tl.int64)
-    inside = (row[:, None] < M) & (column[None, :] < K)
-    values = tl.load(x + row[:, None] * K + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    _store_rows(values, codes, scales, row, column, M, K, tl.program_id(1), tl.num_programs(1))
-    top = tl.max(_magnitude_bits(values), 0)
+    inside = (row[:, :, None] < M) & (column[None, None, :] < K)
+    place = row[:, :, None] * K + column[None, None, :]
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    bits = _magnitude_bits(values)
+    top = tl.max(bits, 2)
     broken = top >= _INFINITY
     exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
-    fp8 = _e4m3(values, exponent[None, :], broken[None, :]).to(tl.uint8, bitcast=True)
-    tl.store(codes_t + column[None, :] * M + row[:, None], fp8, mask=inside)
+    tl.store(codes + place, _e4m3(values, exponent[:, :, None], broken[:, :, None]), mask=inside)
+    tl.store(scales + row * tl.num_programs(1) + tl.program_id(1), _fp8_scale(exponent, broken), mask=row < M)
+    top = tl.max(tl.max(bits, 0), 0)
+    broken = top >= _INFINITY
+    exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
+    bytes_t = _e4m3(values, exponent[None, None, :], broken[None, None, :]).to(tl.int32)
+    packed = tl.sum(bytes_t << (8 * tl.arange(0, 4))[:, None, None], 0)
+    word = tl.program_id(0) * 32 + step
+    inside_t = (word[:, None] < stride_t) & (column[None, :] < K)
+    tl.store(words_t + column[None, :] * stride_t + word[:, None], packed, mask=inside_t)
     scale = _fp8_scale(exponent, broken)
     tl.store(scales_t + column * tl.num_programs(0) + tl.program_id(0), scale, mask=column < K)

@@ -111,12 +111,15 @@ def test_value_and_gradients_equal_float64(name, divergence, device):
     expected = oracle(case, divergence)
     plain = oracle(case, divergence, dtype=torch.float32)
     found = run(case.to(device, torch.float32), divergence=divergence, chunk_bytes=1 << 18)
-    for quantity, ours, theirs, exact in zip(("loss", "kl", "dh", "dw"), found, plain, expected, strict=True):
-        if exact.norm() == 0:
-            assert ours.norm() == 0, quantity
-        else:
-            # Near plain fp32 autograd, whose own error grows with the spread.
-            assert error(ours, exact) <= 4 * error(theirs, exact) + 3e-6, quantity
+    # A gradient may be a difference of equal terms as large as the KL: what it is a sum of rounds in their measure.
+    terms = 1e-7 * float(expected[1].max()) * float(case.weight_N.norm())
+    slacks = (0.0, 0.0, terms * float(case.w_VD.norm()), terms * float(case.h_ND.norm()))
+    for quantity, ours, theirs, exact, slack in zip(
+        ("loss", "kl", "dh", "dw"), found, plain, expected, slacks, strict=True
+    ):
+        # Near plain fp32 autograd, whose own error grows with the spread.
+        bound = 4 * float((theirs - exact).norm()) + 3e-6 * float(exact.norm()) + slack
+        assert float((ours - exact).norm()) <= bound, quantity
 
 
 @pytest.mark.parametrize("device", DEVICES)
