@@ -20,6 +20,7 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from ml.checkpoint import load_model, read_head, save_model
+from ml.model import Transformer
 from ml.model_files import EMBEDDING, HEAD, read_config
 from ml.teacher import Reading, hidden_states
 from schemas.errors import ConfigError
@@ -126,50 +127,76 @@ def _write_text_side(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 Example = tuple[Sequence[Mapping[str, Any]], str]
+_ANCHOR_ROWS = 2048
 
 
 def tune_head(
-    student: Path, out: Path, examples: Sequence[Example], *, steps: int = 200, learning_rate: float = 3e-3
+    student: Path, out: Path, examples: Sequence[Example], *, steps: int = 60, learning_rate: float = 3e-3
 ) -> dict[str, float]:
     """Make a teacher of the student's body and an untied head of its own, fitted to (messages, answer) examples.
 
     Softmax regression over the whole vocabulary, in which only the rows of tokens that occur in answers move; the
-    rest enter as one constant a position. Gives the mean negative log-likelihood of answer tokens before and after.
-    The same inputs give the same bytes.
+    rest enter as one constant a position. At positions of the prompts the new head is held to what the old one
+    said, so that it differs where an answer begins and speaks as before elsewhere. Gives the mean negative
+    log-likelihood of answer tokens before and after, and the mean KL from the old head on prompts. The same inputs
+    give the same bytes.
     """
     tokenizer = Tokenizer.load(student)
     stop = [tokenizer.stop_ids[-1]]
-    readings = [Reading(tokenizer.render(messages), tokenizer.encode(answer) + stop) for messages, answer in examples]
+    contexts = [tokenizer.render(messages) for messages, _ in examples]
+    answers = [tokenizer.encode(answer) + stop for _, answer in examples]
     model = load_model(student, precision="bf16", compute="bf16")
-    h_NE = torch.cat(list(hidden_states(model, readings, batch_tokens=4096))).float()
-    targets_N = torch.tensor([i for reading in readings for i in reading.response_ids])
-    rows_A, targets_N = torch.unique(targets_N, return_inverse=True)
     head_VE = read_head(student, precision="fp32")
-    fixed_N = _fixed_mass(h_NE, head_VE, rows_A)
+    prompt_NE, answer_NE = _states(model, contexts, answers)
+    rows_A, targets_N = torch.unique(torch.tensor([i for answer in answers for i in answer]), return_inverse=True)
     w_AE = head_VE[rows_A].clone().requires_grad_()
+    fit = _Regression(answer_NE, head_VE, rows_A)
+    hold = _Regression(prompt_NE, head_VE, rows_A)
+    before_NA = hold.log_probs(w_AE).detach()
     optimizer = torch.optim.Adam([w_AE], lr=learning_rate)
-    losses = []
+    losses, drifts = [], []
     for step in range(steps + 1):
-        logits_NA = h_NE @ w_AE.t()
-        mass_N = torch.logaddexp(fixed_N, logits_NA.logsumexp(-1))
-        loss = (mass_N - logits_NA.gather(1, targets_N[:, None]).squeeze(1)).mean()
+        loss = -fit.log_probs(w_AE).gather(1, targets_N[:, None]).mean()
+        drift = torch.nn.functional.kl_div(hold.log_probs(w_AE), before_NA, reduction="batchmean", log_target=True)
         losses.append(loss.item())
+        drifts.append(drift.item())
         if step < steps:
             optimizer.zero_grad()
-            loss.backward()
+            (loss + drift).backward()
             optimizer.step()
     head_VE[rows_A] = w_AE.detach()
     body = {name: p.detach().to(torch.bfloat16) for name, p in model.named_parameters() if name != HEAD}
     config = read_config(student) | {"tie_word_embeddings": False}
     save_model(out, config, [*body.items(), (HEAD, head_VE.to(torch.bfloat16))], companions=student)
-    return {"loss_before": losses[0], "loss_after": losses[-1], "rows": len(rows_A), "tokens": len(targets_N)}
+    return {"loss_before": losses[0], "loss_after": losses[-1], "prompt_kl": drifts[-1], "tokens": len(targets_N)}
 
 
-def _fixed_mass(h_NE: torch.Tensor, head_VE: torch.Tensor, rows_A: torch.Tensor) -> torch.Tensor:
-    """log of the summed exponentials, [N], of every logit that is not tuned."""
-    parts = []
-    for h_chunk in h_NE.split(256):
-        logits = h_chunk @ head_VE.t()
-        logits[:, rows_A] = -torch.inf
-        parts.append(logits.logsumexp(-1))
-    return torch.cat(parts)
+def _states(
+    model: Transformer, contexts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 states at up to _ANCHOR_ROWS evenly spread prompt positions, and at those that predict answer tokens."""
+    readings = [Reading(c[:1], c[1:] + a) for c, a in zip(contexts, answers, strict=True)]
+    prompt, answer = [], []
+    for reading, tokens, h_TE in zip(readings, answers, hidden_states(model, readings, batch_tokens=4096), strict=True):
+        first = len(reading.response_ids) - len(tokens)
+        prompt.append(h_TE[:first])
+        answer.append(h_TE[first:])
+    prompt_NE = torch.cat(prompt).float()
+    return prompt_NE[:: -(-len(prompt_NE) // _ANCHOR_ROWS)], torch.cat(answer).float()
+
+
+class _Regression:
+    """Softmax regression on fixed states, over A tuned rows and one class that stands for all the others."""
+
+    def __init__(self, h_NE: torch.Tensor, head_VE: torch.Tensor, rows_A: torch.Tensor) -> None:
+        self._h_NE = h_NE
+        parts = []
+        for h_chunk in h_NE.split(256):
+            logits = h_chunk @ head_VE.t()
+            logits[:, rows_A] = -torch.inf
+            parts.append(logits.logsumexp(-1))
+        self._others_N1 = torch.cat(parts)[:, None]
+
+    def log_probs(self, w_AE: torch.Tensor) -> torch.Tensor:
+        """[N, A + 1]; the last column is the others' together."""
+        return torch.cat((self._h_NE @ w_AE.t(), self._others_N1), dim=1).log_softmax(-1)
