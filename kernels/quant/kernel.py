@@ -198,13 +198,16 @@ def _mxfp4_dequantize(blocks, scales, out, count, BLOCKS: tl.constexpr):
 def _mxfp4_to_fp8(words, scales, codes, tile_scales, exact, N, K):
     """words: eight codes each. A group's eight FP8 magnitudes make a table of eight bytes, which `prmt` looks up
     four codes at a time; what a group holds follows from the OR of its words."""
-    row = (tl.program_id(0) * 128 + tl.arange(0, 128)).to(tl.int64)
-    column = tl.program_id(1) * 16 + tl.arange(0, 16)
-    group = tl.program_id(1) * 4 + tl.arange(0, 4)
-    inside = (row[:, None] < N) & (column[None, :] < K // 8)
-    word = tl.load(words + row[:, None] * (K // 8) + column[None, :], mask=inside, other=0)
-    grouped = (row[:, None] < N) & (group[None, :] < K // 32)
-    byte = tl.load(scales + row[:, None] * (K // 32) + group[None, :], mask=grouped, other=127).to(tl.int32)
+    first_row, first_group = tl.program_id(0) * 128, tl.program_id(1) * 4
+    row, column, group = tl.arange(0, 128), tl.arange(0, 16), tl.arange(0, 4)
+    rows = row[:, None] < N - first_row
+    inside = rows & (column[None, :] < K // 8 - first_group * 4)
+    corner = first_row.to(tl.int64) * (K // 8) + first_group * 4
+    place = row[:, None] * (K // 8) + column[None, :]
+    word = tl.load(words + corner + place, mask=inside, other=0)
+    grouped = rows & (group[None, :] < K // 32 - first_group)
+    scale = scales + first_row.to(tl.int64) * (K // 32) + first_group
+    byte = tl.load(scale + row[:, None] * (K // 32) + group[None, :], mask=grouped, other=127).to(tl.int32)
     word = tl.reshape(word, (128, 4, 4))
     seen, seen_top = tl.reduce((word, word & (word << 1) & 0x44444444), 2, _or_two)
     # floor(log2) of the largest magnitude of a group: codes 6-7, 4-5, 2-3, 1.
@@ -232,7 +235,7 @@ def _mxfp4_to_fp8(words, scales, codes, tile_scales, exact, N, K):
     off = _look_up(low_off, high_off, magnitude) | _look_up(low_off, high_off, magnitude >> 16)
     eight = low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
     eight = tl.where(broken, 0, tl.reshape(eight, (128, 16)))
-    tl.store(codes + row[:, None] * (K // 8) + column[None, :], eight, mask=inside)
+    tl.store(codes + corner + place, eight, mask=inside)
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.store(tile_scales + tile, _fp8_scale(exponent, broken))
     any_off = tl.max(tl.max(tl.max((off != 0).to(tl.int32), 2), 1), 0)
@@ -295,25 +298,28 @@ def _fp8_rows(x, codes, scales, M, K, ROWS: tl.constexpr):
 def _fp8_both(x, codes, scales, words_t, scales_t, M, K, stride_t):
     """A tile of 128 x 128 as [4, 32, 128]: rows 4j .. 4j + 3 of a column lie in one thread, which packs their codes
     into one word before the tile is turned."""
-    step = tl.arange(0, 32)
-    row = (tl.program_id(0) * 128 + step[None, :] * 4 + tl.arange(0, 4)[:, None]).to(tl.int64)
-    column = (tl.program_id(1) * 128 + tl.arange(0, 128)).to(tl.int64)
-    inside = (row[:, :, None] < M) & (column[None, None, :] < K)
+    first_row, first_column = tl.program_id(0) * 128, tl.program_id(1) * 128
+    step, column = tl.arange(0, 32), tl.arange(0, 128)
+    row = step[None, :] * 4 + tl.arange(0, 4)[:, None]
+    inside = (row[:, :, None] < M - first_row) & (column[None, None, :] < K - first_column)
+    corner = first_row.to(tl.int64) * K + first_column
     place = row[:, :, None] * K + column[None, None, :]
-    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + corner + place, mask=inside, other=0.0).to(tl.float32)
     bits = _magnitude_bits(values)
     top = tl.max(bits, 2)
     broken = top >= _INFINITY
     exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
-    tl.store(codes + place, _e4m3(values, exponent[:, :, None], broken[:, :, None]), mask=inside)
-    tl.store(scales + row * tl.num_programs(1) + tl.program_id(1), _fp8_scale(exponent, broken), mask=row < M)
+    tl.store(codes + corner + place, _e4m3(values, exponent[:, :, None], broken[:, :, None]), mask=inside)
+    scale = scales + first_row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scale + row * tl.num_programs(1), _fp8_scale(exponent, broken), mask=row < M - first_row)
     top = tl.max(tl.max(bits, 0), 0)
     broken = top >= _INFINITY
     exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
     bytes_t = _e4m3(values, exponent[None, None, :], broken[None, None, :]).to(tl.int32)
     packed = tl.sum(bytes_t << (8 * tl.arange(0, 4))[:, None, None], 0)
-    word = tl.program_id(0) * 32 + step
-    inside_t = (word[:, None] < stride_t) & (column[None, :] < K)
-    tl.store(words_t + column[None, :] * stride_t + word[:, None], packed, mask=inside_t)
-    scale = _fp8_scale(exponent, broken)
-    tl.store(scales_t + column * tl.num_programs(0) + tl.program_id(0), scale, mask=column < K)
+    first_word = first_row // 4
+    inside_t = (step[:, None] < stride_t - first_word) & (column[None, :] < K - first_column)
+    corner_t = first_column.to(tl.int64) * stride_t + first_word
+    tl.store(words_t + corner_t + column[None, :] * stride_t + step[:, None], packed, mask=inside_t)
+    scale_t = scales_t + first_column.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(scale_t + column * tl.num_programs(0), _fp8_scale(exponent, broken), mask=column < K - first_column)
