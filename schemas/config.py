@@ -165,8 +165,10 @@ class RunConfig(Section):
     run_id: str
     seed: int = 0
     iterations: int = operational(1, gt=0)
-    data: str = operational("data", min_length=1, description="root of objects and tables: a folder or s3://BUCKET/PREFIX")
-    scratch: str = operational("scratch", min_length=1, description="local folder for logs, work files and model copies")
+    data: str = operational(
+        "data", min_length=1, description="root of objects and tables: folder or s3://BUCKET/PREFIX"
+    )
+    scratch: str = operational("scratch", min_length=1, description="local folder: logs, work files, model copies")
     student: Student
     teachers: tuple[Teacher, ...] = Field(min_length=1)
     prompts: Prompts

@@ -176,10 +176,11 @@ def sort_rows(table: Table, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[s
     return sorted(rows, key=lambda r: tuple((r[k] is not None, r[k]) for k in table.sort_key))
 
 
-def content_digest(table: Table, rows: Iterable[Mapping[str, Any]]) -> str:
+def content_digest(table: Table, rows: Iterable[Mapping[str, Any]], *, observed: bool = False) -> str:
     """SHA-256 over the content columns of the rows in sort-key order; order and observed columns do not matter.
 
-    Raises KeyError for a row that lacks a content column.
+    observed=True takes the observed columns in: equal only when a reader could not tell the slices apart. Raises
+    KeyError for a row that lacks a column.
     """
-    columns = table.content_columns
+    columns = table.column_names() if observed else table.content_columns
     return digest([[_canonical(row[c]) for c in columns] for row in sort_rows(table, rows)])

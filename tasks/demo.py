@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 STUDENT, TUNED = "smollm2-135m-instruct", "smollm2-135m-tuned"
-_EXAMPLES = 240
+_EXAMPLES = 96
 
 
 def prepare(folder: str | Path) -> None:

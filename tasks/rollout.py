@@ -14,6 +14,7 @@ from typing import Any
 
 from schemas import keys
 from schemas.config import compute_dtype
+from tasks.models import resolve_model, teacher_checks
 from tasks.prompts import load_prompts, prompts_of_iteration, split_prompts
 from tasks.session import Session
 from tasks.stage import Stage, StageResult, commit, read_rows_object, run_stage, slice_matches, table_entry
@@ -87,8 +88,13 @@ def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]]) -> list[di
 
 
 def rollout(session: Session, iteration: int, student: Student) -> StageResult:
-    """Sample every trajectory of an iteration. Raises StageError when a partition keeps failing."""
+    """Sample every trajectory of an iteration.
+
+    Raises ContractError, before the first token, for a teacher that cannot teach this student, and StageError when a
+    partition keeps failing.
+    """
     config = session.config
+    vocab_size = teacher_checks(student.folder, {t.id: resolve_model(t.path) for t in config.teachers})
     commit_prompts(session)
     tokenizer = Tokenizer.load(student.folder)
     reports: list[dict[str, Any]] = []
@@ -116,7 +122,7 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
                 "temperature": config.rollout.temperature, "top_k": config.rollout.top_k, "top_p": config.rollout.top_p,
             },
             "stop_ids": sorted(tokenizer.stop_ids),
-            "vocab_size": tokenizer.vocab_size,
+            "vocab_size": vocab_size,
             "engine": {
                 "max_sequences": config.rollout.max_sequences,
                 "page_tokens": config.rollout.page_tokens,

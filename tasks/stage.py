@@ -175,6 +175,7 @@ def table_entry(table: str, place: dict[str, Any], row_keys: list[str], rows: li
         "row_keys": row_keys,
         "num_rows": len(rows),
         "digest": content_digest(TABLES[table], rows),
+        "whole_digest": content_digest(TABLES[table], rows, observed=True),
     }
 
 
@@ -191,9 +192,11 @@ def _stage_runs(session: Session, stage: Stage, mark: str, done: dict[int, lease
 
 
 def slice_matches(session: Session, table: str, entry: Mapping[str, Any]) -> bool:
-    """Does the table hold exactly the rows of the manifest's entry? Read without a JVM."""
+    """Does the table hold exactly the rows of the manifest's entry, keys included? Read without a JVM."""
     rows = tables.read_rows(session.config.data, table, entry["slice"])
-    return len(rows) == entry["num_rows"] and content_digest(TABLES[table], rows) == entry["digest"]
+    return (
+        len(rows) == entry["num_rows"] and content_digest(TABLES[table], rows, observed=True) == entry["whole_digest"]
+    )
 
 
 def commit(session: Session, table: str, entry: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ fails the stage, with everything finished so far kept.
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -103,7 +102,8 @@ class Pool:
         worker.process = RankProcess(command, log, lambda _, message: self._heard(worker, message))
 
     def _heard(self, worker: _Worker, message: dict[str, Any]) -> None:
-        event, partition = message["event"], message.get("partition")
+        event: str = message["event"]
+        partition: int = message.get("partition", -1)
         if event == "ack":
             self.acknowledged[partition] = {"epoch": message["epoch"], "tokens": message["tokens"]}
         elif event == "resumed":
@@ -126,13 +126,12 @@ class Pool:
             self.session.progress(self.stage, sum(done for done, _, _ in known), round(expected), known[0][2])
 
     def _ended(self, worker: _Worker, process: RankProcess, max_attempts: int) -> None:
-        status = process.status
-        if status == 0 and not worker.left:
+        if not worker.left:
             worker.process = None
             return
         if process.error is not None:
             raise reported_error(process.error)
-        if status != EXIT_PREEMPTED:
+        if process.status != EXIT_PREEMPTED:
             partition = worker.left[0]
             self.attempts[partition] += 1
             if self.attempts[partition] >= max_attempts:
@@ -199,7 +198,7 @@ def run_group(
             if process.error is not None:
                 raise reported_error(process.error)
         attempt += 1
-        first = min(failed, key=lambda p: p.status == -signal.SIGTERM)
+        first = next(p for p in failed if not p.asked)
         if attempt >= max_attempts:
             raise StageError(
                 f"{stage} of iteration {iteration}", expected=f"to finish in {max_attempts} attempts",
