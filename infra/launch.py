@@ -64,7 +64,14 @@ class RankProcess:
         self._on_message = on_message
         self._callback_error: Exception | None = None
         self._lock, self._reaped, self._ended = threading.Lock(), False, threading.Event()
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **command.env, "OPD_PARENT": str(os.getpid())}
+        # Spinning OpenMP threads starve one another on a machine that is also used for something else.
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            **command.env,
+            "OPD_PARENT": str(os.getpid()),
+        }
         try:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the process

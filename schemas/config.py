@@ -172,12 +172,12 @@ class RunConfig(Section):
     student: Student
     teachers: tuple[Teacher, ...] = Field(min_length=1)
     prompts: Prompts
-    rollout: Rollout = Rollout()
-    teach: Teach = Teach()
-    dispatch: Dispatch = Dispatch()
-    train: Train = Train()
-    spark: Spark = Spark()
-    drill: Drill = Drill()
+    rollout: Rollout = Field(default_factory=Rollout)
+    teach: Teach = Field(default_factory=Teach)
+    dispatch: Dispatch = Field(default_factory=Dispatch)
+    train: Train = Field(default_factory=Train)
+    spark: Spark = Field(default_factory=Spark)
+    drill: Drill = Field(default_factory=Drill)
 
     @model_validator(mode="after")
     def _check(self):
