@@ -172,12 +172,12 @@ class RunConfig(Section):
     student: Student
     teachers: tuple[Teacher, ...] = Field(min_length=1)
     prompts: Prompts
-    rollout: Rollout = Field(default_factory=Rollout)
-    teach: Teach = Field(default_factory=Teach)
-    dispatch: Dispatch = Field(default_factory=Dispatch)
-    train: Train = Field(default_factory=Train)
-    spark: Spark = Field(default_factory=Spark)
-    drill: Drill = Field(default_factory=Drill)
+    rollout: Rollout = Rollout.model_validate({})
+    teach: Teach = Teach.model_validate({})
+    dispatch: Dispatch = Dispatch.model_validate({})
+    train: Train = Train.model_validate({})
+    spark: Spark = Spark.model_validate({})
+    drill: Drill = Drill.model_validate({})
 
     @model_validator(mode="after")
     def _check(self):
