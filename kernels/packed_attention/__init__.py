@@ -2,12 +2,13 @@
 
 Nothing here is a kernel of our own. cuDNN is the fastest attention on the card, but its packed form returned wrong
 gradients when measured (BENCH.md), so it takes one sequence a call; torch's flash kernel takes many sequences a call
-at half the speed. Long sequences therefore go to cuDNN one by one, and each run of short ones to flash in one call.
+at half the speed. Long sequences therefore go to cuDNN one by one (neighbours of one length as a batch), and each run
+of short ones to flash in one call. The operators are called on slices and write into whole tensors: autograd through
+the slices would pad each slice's gradient to the pack and add the pads up.
 
-Invariant: a sequence's output and gradients do not depend on what else is in the pack, but for the kernel that its
-own length picks.
+Invariant: no sequence sees another's tokens. Gradients of queries are summed in no fixed order by either library.
 
-Shape letters: N packed tokens, T tokens of one call, H query heads, G KV heads (H % G == 0), C channels of a head.
+Shape letters: N packed tokens, B sequences of one length T, H query heads, G KV heads (H % G == 0), C channels.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 
 from schemas.errors import ContractError
 
-#: Tokens from which a sequence has a cuDNN call of its own; a shorter one does not pay for the launch.
+#: Tokens from which a sequence goes to cuDNN; a shorter one does not pay for a launch of its own.
 LONG_TOKENS = 2048
 
 _aten = torch.ops.aten
@@ -49,12 +50,18 @@ def _plain(q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> tor
 
 
 def _calls(spans: list[tuple[int, int]]) -> list[list[int]]:
-    """Offsets of each call: every long sequence is a call, neighbouring short ones share one."""
-    calls: list[list[int]] = []
-    for is_long, members in groupby(spans, lambda span: span[1] - span[0] >= LONG_TOKENS):
-        run = list(members)
-        calls += [list(span) for span in run] if is_long else [[run[0][0], *(last for _, last in run)]]
-    return calls
+    """Offsets of each call: neighbouring short sequences share one, and so do neighbouring long ones of one length."""
+
+    def length_if_long(span: tuple[int, int]) -> int:
+        length = span[1] - span[0]
+        return length if length >= LONG_TOKENS else 0
+
+    runs = [list(members) for _, members in groupby(spans, length_if_long)]
+    return [[run[0][0], *(last for _, last in run)] for run in runs]
+
+
+def _is_long(call: list[int]) -> bool:
+    return call[1] - call[0] >= LONG_TOKENS
 
 
 def _offsets(call: list[int], device: torch.device) -> tuple[torch.Tensor, int]:
@@ -65,16 +72,16 @@ def _offsets(call: list[int], device: torch.device) -> tuple[torch.Tensor, int]:
     return from_first.pin_memory().to(device, non_blocking=True), longest
 
 
-def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [x.transpose(0, 1)[None] for x in tensors]
+def _batch(call: list[int], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[B * T, H, C] as [B, H, T, C]."""
+    return [x.unflatten(0, (len(call) - 1, -1)).transpose(1, 2) for x in tensors]
+
+
+def _rows(x_BHTC: torch.Tensor) -> torch.Tensor:
+    return x_BHTC.transpose(1, 2).flatten(0, 1)
 
 
 class _Packed(torch.autograd.Function):
-    """Calls the forward and backward operators on slices and writes into whole tensors.
-
-    Autograd through the slices would pad each slice's gradient to the pack and add the pads up.
-    """
-
     @staticmethod
     def forward(ctx, q_NHC, k_NGC, v_NGC, calls):
         o_NHC = torch.empty_like(q_NHC)
@@ -82,12 +89,12 @@ class _Packed(torch.autograd.Function):
         for call in calls:
             rows = slice(call[0], call[-1])
             q, k, v = q_NHC[rows], k_NGC[rows], v_NGC[rows]
-            if len(call) == 2 and call[1] - call[0] >= LONG_TOKENS:
+            if _is_long(call):
                 # Returns output, log-sum-exp, four descriptions of packs (unused), seed, offset, mask.
                 o, lse, *_, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
-                    *_heads_first(q, k, v), None, True, 0.0, True, False
+                    *_batch(call, q, k, v), None, True, 0.0, True, False
                 )
-                o_NHC[rows] = o[0].transpose(0, 1)
+                o_NHC[rows] = _rows(o)
                 extras += [lse, seed, offset]
             else:
                 cu_S1, longest = _offsets(call, q.device)
@@ -109,11 +116,12 @@ class _Packed(torch.autograd.Function):
             lse, seed, offset = extras[3 * index : 3 * index + 3]
             rows = slice(call[0], call[-1])
             do, q, k, v, o = (x[rows] for x in (do_NHC, q_NHC, k_NGC, v_NGC, o_NHC))
-            if len(call) == 2 and call[1] - call[0] >= LONG_TOKENS:
+            if _is_long(call):
+                longest = call[1] - call[0]
                 parts = _aten._scaled_dot_product_cudnn_attention_backward(
-                    *_heads_first(do, q, k, v, o), lse, seed, offset, None, None, None, len(q), len(q), 0.0, True
+                    *_batch(call, do, q, k, v, o), lse, seed, offset, None, None, None, longest, longest, 0.0, True
                 )
-                dq, dk, dv = (part[0].transpose(0, 1) for part in parts)
+                dq, dk, dv = (_rows(part) for part in parts)
             else:
                 cu_S1, longest = _offsets(call, q.device)
                 dq, dk, dv = _aten._flash_attention_backward(

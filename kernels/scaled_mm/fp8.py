@@ -5,6 +5,8 @@ whose transpose is exact; wgrad dy.T @ x sums over tokens and takes 1 x 128 bloc
 the read that also makes the row blocks. Gradients are quantised as they come: powers of two lose nothing to a loss
 scale, so no 1/N needs to be kept out.
 
+The library sums over multiples of 16, so tokens are padded with rows of zeros, whose products are zero.
+
 Invariant: the weight's codes are made once a forward and used in both directions.
 
 Shape letters: M tokens, N outputs, K inputs.
@@ -15,6 +17,7 @@ Shape letters: M tokens, N outputs, K inputs.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch.nn.functional import ScalingType, scaled_mm
@@ -26,14 +29,20 @@ from schemas.errors import ContractError
 def library_fp8_mm(
     x_codes: torch.Tensor, x_scales: torch.Tensor, w_codes: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """See `fp8_mm`. Raises ContractError where N or K is no multiple of 16, which the library refuses."""
+    """See `fp8_mm`. Raises ContractError where N or K is no multiple of 16, which the library refuses.
+
+    K runs along the rows of both operands; a row may start anywhere that is a multiple of 16.
+    """
     outputs, columns = w_codes.shape
     if outputs % 16 or columns % 16:
         raise ContractError("fp8_mm", expected="a weight of multiples of 16", found=f"{outputs} x {columns}")
     by_row = len(w_scales) == outputs and outputs != 1
     recipe = ScalingType.BlockWise1x128 if by_row else ScalingType.BlockWise128x128
-    # 1 x 128 scales lie column by column; 128 x 128 scales are given as [K / 128, N / 128], K running fastest.
-    w_scales = _columns_first(w_scales) if by_row else w_scales.contiguous().t()
+    if by_row:
+        w_scales = _columns_first(w_scales)
+    else:
+        # Given as [K / 128, N / 128] with K running fastest, in fours.
+        w_scales = F.pad(w_scales, (0, -w_scales.shape[1] % 4)).contiguous().t()
     return scaled_mm(
         x_codes,
         w_codes.t(),
@@ -46,6 +55,7 @@ def library_fp8_mm(
 
 
 def _columns_first(scales: torch.Tensor) -> torch.Tensor:
+    """1 x 128 scales lie column by column."""
     return scales.t().contiguous().t()
 
 
@@ -55,6 +65,8 @@ class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MK, w_NK):
         w_codes, w_scales = fp8_quantize_tiles(w_NK)
+        tokens = len(x_MK)
+        x_MK = _whole_sixteens(x_MK)
         if ctx.needs_input_grad[1]:
             x_codes, x_scales, xt_codes, xt_scales = fp8_quantize_both(x_MK)
         else:
@@ -62,20 +74,23 @@ class Fp8Linear(torch.autograd.Function):
             xt_codes = xt_scales = None
         ctx.save_for_backward(w_codes, w_scales, xt_codes, xt_scales)
         ctx.dtypes = x_MK.dtype, w_NK.dtype
-        return _product(x_codes, x_scales, w_codes, w_scales, torch.bfloat16)
+        return _product(x_codes, x_scales, w_codes, w_scales, torch.bfloat16)[:tokens]
 
     @staticmethod
     def backward(ctx, *grads):
         w_codes, w_scales, xt_codes, xt_scales = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
         dx_MK = dw_NK = None
+        tokens = len(grads[0])
+        dy_MN = _whole_sixteens(grads[0])
         if ctx.needs_input_grad[1]:
-            dy_codes, dy_scales, dyt_codes, dyt_scales = fp8_quantize_both(grads[0])
+            dy_codes, dy_scales, dyt_codes, dyt_scales = fp8_quantize_both(dy_MN)
             dw_NK = _product(dyt_codes, dyt_scales, xt_codes, xt_scales, w_dtype)
         else:
-            dy_codes, dy_scales = fp8_quantize_rows(grads[0])
+            dy_codes, dy_scales = fp8_quantize_rows(dy_MN)
         if ctx.needs_input_grad[0]:
-            dx_MK = _product(dy_codes, dy_scales, _transposed(w_codes), w_scales.t(), torch.bfloat16).to(x_dtype)
+            dx_MK = _product(dy_codes, dy_scales, _transposed(w_codes), w_scales.t(), torch.bfloat16)
+            dx_MK = dx_MK[:tokens].to(x_dtype)
         return dx_MK, dw_NK
 
 
@@ -98,6 +113,11 @@ def _transposed(codes: torch.Tensor) -> torch.Tensor:
     grid = (triton.cdiv(rows, 128), triton.cdiv(columns, 128))
     _transpose[grid](codes.view(torch.uint8), target, rows, columns, BLOCK=128, num_warps=8)
     return target.view(codes.dtype)
+
+
+def _whole_sixteens(x_MK: torch.Tensor) -> torch.Tensor:
+    missing = -len(x_MK) % 16
+    return F.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
 
 
 def _product(a_codes, a_scales, b_codes, b_scales, dtype):

@@ -1,9 +1,9 @@
 """x @ W.T for a packed MXFP4 weight on Hopper: decoded in registers between memory and tensor core.
 
-A program owns 64 or 128 rows of the weight (one or two warp groups) and a block of rows of x. One warp streams packed
-tiles, one streams tiles of x, through rings in shared memory; a computing group turns words into bf16 right where the
-tensor core reads its left operand, so decoded weights never touch memory. Every weight is decoded once for each block
-of rows of x. Many rows are cheaper over a decoded copy, which `_unpack` writes for the dense product.
+A program owns 64 rows of the weight and a block of rows of x. One warp streams packed tiles and tiles of x through a
+ring in shared memory. Two warp groups take turns along K: while one multiplies, the other decodes its next run of
+columns right into the registers from which the tensor core reads its left operand, then takes the sums over. Decoded
+weights never touch memory. Many rows are cheaper over a decoded copy, which `_unpack` writes for the dense product.
 
 Invariant: K is summed in ascending steps of 16 in one fp32 sum, as in dense.py, so the bits are those of the dense
 product on the decoded values.
@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -36,9 +37,10 @@ from kernels.scaled_mm.packing import Mxfp4Weight
 
 #: Rows of x from which a decoded copy of the weight and the dense product are faster.
 DECODED_COPY_ROWS = 1024
-#: Largest number of rows of x -> rows a program, warp groups, buffers of packed tiles, buffers of x.
-PLANS = {16: (16, 1, 16, 8), 32: (32, 1, 16, 8), 64: (64, 1, 12, 8), 128: (128, 1, 12, 5)}
-MANY_ROWS = (128, 2, 6, 4)
+#: Largest number of rows of x -> rows a program, buffers of 128 columns, longest run. A longer run hides more of its
+#: decoding, and holds its operands in registers that the sums of many rows need.
+PLANS = {16: (16, 12, 4), 32: (32, 12, 4), 64: (64, 10, 4)}
+LARGEST_PLAN = (128, 5, 2)
 
 
 def _decode_word(word: int, upper: int, lower: int, out: int) -> str:
@@ -100,94 +102,89 @@ def _operand(words, exponents, word_layout: gl.constexpr, sum_layout: gl.constex
 
 @gluon.jit
 def _compute(
-    HALF: gl.constexpr,
-    GROUPS: gl.constexpr,
+    TURN: gl.constexpr,
     y_ptr,
     exponents_ptr,
     words_smem,
     x_smem,
-    words_full,
-    words_empty,
-    x_full,
-    x_empty,
+    sum_smem,
+    full,
+    empty,
+    handed,
     first_m,
     rows,
     outputs,
     steps,
+    RUN: gl.constexpr,
 ):
-    """64 rows of the weight against the program's rows of x."""
-    WORD_BUFFERS: gl.constexpr = words_smem.shape[0] // GROUPS
-    X_BUFFERS: gl.constexpr = x_smem.shape[0]
+    """Runs TURN, TURN + 2, ... of RUN steps each, of the program's 64 rows of the weight against its rows of x."""
+    BUFFERS: gl.constexpr = words_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0])
     exponent_layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, word_layout)))
+    run_parent: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2 * RUN], [1, 8, 4, 1], [4, 1, 1, 1], [3, 2, 1, 0])
+    run_layout: gl.constexpr = gl.SliceLayout(2, run_parent)
     load_layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    tile_n = gl.program_id(0) * GROUPS + HALF
-    warp = gl.arange(0, 4, gl.SliceLayout(1, exponent_layout))
-    row = gl.arange(0, 8, gl.SliceLayout(0, exponent_layout))
-    exponents_ptr += tile_n.to(gl.int64) * steps * 64 + (warp[:, None] * 8 + row[None, :])
+    tile_n = gl.program_id(0)
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, run_layout)))
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, run_layout)))
+    part = gl.arange(0, 2 * RUN, gl.SliceLayout(0, gl.SliceLayout(1, run_layout)))
+    exponents_ptr += tile_n.to(gl.int64) * steps * 64
+    exponents_ptrs = exponents_ptr + (warp[:, None, None] * 8 + row[None, :, None] + part[None, None, :] * 32)
+    runs = steps // RUN
     sum_NM = gl.zeros([64, BLOCK_M], gl.float32, sum_layout)
-    # Exponents come straight from memory, two steps ahead of their use.
-    left = gl.load(exponents_ptr)
-    right = gl.load(exponents_ptr + 32)
-    next_left = gl.load(exponents_ptr + gl.minimum(1, steps - 1) * 64)
-    next_right = gl.load(exponents_ptr + gl.minimum(1, steps - 1) * 64 + 32)
-    for step in range(steps):
-        ahead = gl.minimum(step + 2, steps - 1) * 64
-        later_left = gl.load(exponents_ptr + ahead)
-        later_right = gl.load(exponents_ptr + ahead + 32)
-        slot = step % WORD_BUFFERS
-        x_slot = step % X_BUFFERS
-        mbarrier.wait(words_full.index(slot), (step // WORD_BUFFERS) & 1)
-        words = words_smem.index(slot * GROUPS + HALF)
-        w_left = _operand(words.slice(0, 16, 0).load(load_layout), left, word_layout, sum_layout)
-        w_right = _operand(words.slice(16, 16, 0).load(load_layout), right, word_layout, sum_layout)
-        mbarrier.wait(x_full.index(x_slot), (step // X_BUFFERS) & 1)
-        x = x_smem.index(x_slot)
-        token = warpgroup_mma(w_left, x.slice(0, 64, 1).permute((1, 0)), sum_NM, is_async=True)
-        token = warpgroup_mma(w_right, x.slice(64, 64, 1).permute((1, 0)), token, is_async=True)
-        # The previous step's two products have read their x; one thread speaks for the group, past the wait.
-        sum_NM = warpgroup_mma_wait(2, deps=(token,))
+    exponents = gl.load(exponents_ptrs + gl.minimum(TURN, runs - 1) * (RUN * 64))
+    for run in range(TURN, runs, 2):
+        later = gl.load(exponents_ptrs + gl.minimum(run + 2, runs - 1) * (RUN * 64))
+        operands = ()
+        for i in gl.static_range(RUN):
+            step = run * RUN + i
+            slot = step % BUFFERS
+            mbarrier.wait(full.index(slot), (step // BUFFERS) & 1)
+            for half in gl.static_range(2):
+                # The index is a constant of each register, so this picks one and adds nothing.
+                mine = gl.sum(gl.where(part[None, None, :] == 2 * i + half, exponents, 0), 2)
+                mine = gl.convert_layout(mine, exponent_layout, assert_trivial=True)
+                words = words_smem.index(slot).slice(16 * half, 16, 0).load(load_layout)
+                operands = operands + (_operand(words, mine, word_layout, sum_layout),)  # noqa: RUF005, Gluon has no unpacking
+        # All of this run is decoded by the time the other group hands over its sums.
+        mbarrier.wait(handed.index(TURN), (run // 2 + 1 - TURN) & 1)
+        token = warpgroup_mma_init(sum_smem.load(sum_layout))
+        for i in gl.static_range(RUN):
+            x = x_smem.index((run * RUN + i) % BUFFERS)
+            token = warpgroup_mma(operands[2 * i], x.slice(0, 64, 1).permute((1, 0)), token, is_async=True)
+            token = warpgroup_mma(operands[2 * i + 1], x.slice(64, 64, 1).permute((1, 0)), token, is_async=True)
+        sum_NM = warpgroup_mma_wait(0, deps=(token,))
+        sum_smem.store(sum_NM)
+        # One thread speaks for the group, so all of it must have stored, and be past the wait.
         gl.thread_barrier()
-        mbarrier.arrive(words_empty.index(slot), count=1)
-        mbarrier.arrive(x_empty.index((step + X_BUFFERS - 1) % X_BUFFERS), count=1, pred=step > 0)
-        left = next_left
-        right = next_right
-        next_left = later_left
-        next_right = later_right
-    sum_NM = warpgroup_mma_wait(0, deps=(sum_NM,))
-    store_layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    y_NM = gl.convert_layout(sum_NM.to(gl.bfloat16), store_layout)
-    n = tile_n * 64 + gl.arange(0, 64, gl.SliceLayout(1, store_layout))
-    m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, store_layout))
-    y_ptrs = y_ptr + m[None, :].to(gl.int64) * outputs + n[:, None]
-    gl.store(y_ptrs, y_NM, mask=(m[None, :] < rows) & (n[:, None] < outputs))
+        mbarrier.arrive(handed.index(1 - TURN), count=1)
+        for i in gl.static_range(RUN):
+            mbarrier.arrive(empty.index((run * RUN + i) % BUFFERS), count=1)
+        exponents = later
+    if (runs - 1) % 2 == TURN:
+        store_layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+        y_NM = gl.convert_layout(sum_NM.to(gl.bfloat16), store_layout)
+        n = tile_n * 64 + gl.arange(0, 64, gl.SliceLayout(1, store_layout))
+        m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, store_layout))
+        y_ptrs = y_ptr + m[None, :].to(gl.int64) * outputs + n[:, None]
+        gl.store(y_ptrs, y_NM, mask=(m[None, :] < rows) & (n[:, None] < outputs))
 
 
 @gluon.jit
-def _load_words(words_desc, words_smem, words_full, words_empty, steps, GROUPS: gl.constexpr):
-    WORD_BUFFERS: gl.constexpr = words_smem.shape[0] // GROUPS
-    tile_n = gl.program_id(0) * GROUPS
-    for step in range(steps):
-        slot = step % WORD_BUFFERS
-        mbarrier.wait(words_empty.index(slot), ((step // WORD_BUFFERS) & 1) ^ 1)
-        mbarrier.expect(words_full.index(slot), 4096 * GROUPS)
-        for half in gl.static_range(GROUPS):
-            row = ((tile_n + half) * steps + step) * 32
-            target = words_smem.index(slot * GROUPS + half)
-            tma.async_copy_global_to_shared(words_desc, [row, 0], words_full.index(slot), target)
-
-
-@gluon.jit
-def _load_x(x_desc, x_smem, x_full, x_empty, first_m, steps):
-    X_BUFFERS: gl.constexpr = x_smem.shape[0]
+def _load(words_desc, x_desc, words_smem, x_smem, full, empty, first_m, steps):
+    BUFFERS: gl.constexpr = words_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
+    first_row = gl.program_id(0) * steps * 32
     for step in range(steps):
-        slot = step % X_BUFFERS
-        mbarrier.wait(x_empty.index(slot), ((step // X_BUFFERS) & 1) ^ 1)
-        mbarrier.expect(x_full.index(slot), BLOCK_M * 256)
-        tma.async_copy_global_to_shared(x_desc, [first_m, step * 128], x_full.index(slot), x_smem.index(slot))
+        slot = step % BUFFERS
+        mbarrier.wait(empty.index(slot), ((step // BUFFERS) & 1) ^ 1)
+        mbarrier.expect(full.index(slot), 4096 + BLOCK_M * 256)
+        tma.async_copy_global_to_shared(
+            words_desc, [first_row + step * 32, 0], full.index(slot), words_smem.index(slot)
+        )
+        tma.async_copy_global_to_shared(x_desc, [first_m, step * 128], full.index(slot), x_smem.index(slot))
 
 
 @gluon.jit
@@ -199,50 +196,41 @@ def _decode_mm(
     rows,
     outputs,
     steps,
-    GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    WORD_BUFFERS: gl.constexpr,
-    X_BUFFERS: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    RUN: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     first_m = gl.program_id(1) * BLOCK_M
-    words_smem = gl.allocate_shared_memory(gl.int32, [WORD_BUFFERS * GROUPS, 32, 32], words_desc.layout)
-    x_smem = gl.allocate_shared_memory(gl.bfloat16, [X_BUFFERS, BLOCK_M, 128], x_desc.layout)
-    words_full = gl.allocate_shared_memory(gl.int64, [WORD_BUFFERS, 1], mbarrier.MBarrierLayout())
-    words_empty = gl.allocate_shared_memory(gl.int64, [WORD_BUFFERS, 1], mbarrier.MBarrierLayout())
-    x_full = gl.allocate_shared_memory(gl.int64, [X_BUFFERS, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [X_BUFFERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(WORD_BUFFERS):
-        mbarrier.init(words_full.index(i), count=1)
-        mbarrier.init(words_empty.index(i), count=GROUPS)
-    for i in gl.static_range(X_BUFFERS):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=GROUPS)
+    words_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 32, 32], words_desc.layout)
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_M, 128], x_desc.layout)
+    # Rows of sums would fall on the same banks.
+    hand_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, BLOCK_M // 8 if BLOCK_M < 64 else 8, [1, 0])
+    sum_smem = gl.allocate_shared_memory(gl.float32, [64, BLOCK_M], hand_layout)
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    handed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(handed.index(i), count=1)
+    # The first group begins with sums that nobody handed over.
+    zero_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    sum_smem.store(gl.zeros([64, BLOCK_M], gl.float32, zero_layout))
     fence_async_shared()
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_compute, (0, 1, y_ptr, exponents_ptr, words_smem, x_smem, words_full, words_empty, x_full, x_empty,
-                            first_m, rows, outputs, steps)),
-                (_load_words, (words_desc, words_smem, words_full, words_empty, steps, 1)),
-                (_load_x, (x_desc, x_smem, x_full, x_empty, first_m, steps)),
-            ],
-            [1, 1],
-            [24, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_compute, (0, 2, y_ptr, exponents_ptr, words_smem, x_smem, words_full, words_empty, x_full, x_empty,
-                            first_m, rows, outputs, steps)),
-                (_compute, (1, 2, y_ptr, exponents_ptr, words_smem, x_smem, words_full, words_empty, x_full, x_empty,
-                            first_m, rows, outputs, steps)),
-                (_load_words, (words_desc, words_smem, words_full, words_empty, steps, 2)),
-                (_load_x, (x_desc, x_smem, x_full, x_empty, first_m, steps)),
-            ],
-            [4, 1, 1],
-            [232, 24, 24],
-        )  # fmt: skip
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_compute, (0, y_ptr, exponents_ptr, words_smem, x_smem, sum_smem, full, empty, handed, first_m, rows,
+                        outputs, steps, RUN)),
+            (_compute, (1, y_ptr, exponents_ptr, words_smem, x_smem, sum_smem, full, empty, handed, first_m, rows,
+                        outputs, steps, RUN)),
+            (_load, (words_desc, x_desc, words_smem, x_smem, full, empty, first_m, steps)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
 
 
 @triton.jit
@@ -288,22 +276,22 @@ def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight) -> torch.Tensor:
     y_MN = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x_MK.device)
     if rows == 0:
         return y_MN
-    plan = next((plan for limit, plan in PLANS.items() if rows <= limit), MANY_ROWS)
-    block_m, groups, word_buffers, x_buffers = plan
+    block_m, buffers, longest_run = next((plan for limit, plan in PLANS.items() if rows <= limit), LARGEST_PLAN)
+    steps = weight.column_steps
+    run = next(run for run in (4, 2, 1) if run <= longest_run and steps % run == 0)
     words_layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.int32)
     x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 128], gl.bfloat16)
-    _decode_mm[(triton.cdiv(outputs, 64 * groups), triton.cdiv(rows, block_m))](
+    _decode_mm[(triton.cdiv(outputs, 64), triton.cdiv(rows, block_m))](
         TensorDescriptor.from_tensor(weight.words, [32, 32], words_layout),
         weight.exponents,
         TensorDescriptor.from_tensor(x_MK, [block_m, 128], x_layout),
         y_MN,
         rows,
         outputs,
-        weight.column_steps,
-        GROUPS=groups,
+        steps,
         BLOCK_M=block_m,
-        WORD_BUFFERS=word_buffers,
-        X_BUFFERS=x_buffers,
+        BUFFERS=buffers,
+        RUN=run,
         num_warps=4,
     )
     return y_MN

@@ -1,0 +1,125 @@
+"""Figures of the products against cuBLAS bf16: small-M MXFP4, large-M FP8, FP8 training, the cost of row invariance.
+
+Weights of small products rotate over five copies, so that none is read from the L2 cache. Launches of small products
+are replayed from a CUDA graph: a rollout's decode step runs in one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from kernels.quant import fp8_quantize_rows, fp8_quantize_tiles
+from kernels.scaled_mm import fp8_linear, fp8_mm, mxfp4_mm, pack_mxfp4, row_invariant_mm, self_test
+from kernels.scaled_mm.mxfp4 import decoded_copy
+from kernels.testing import check, environment, figure, median_ms, relative_error
+
+#: (N, K) of linears of Llama and Qwen models and of a 7168-wide one.
+MODEL_SHAPES = (
+    *((576, 576), (192, 576), (1536, 576), (576, 1536), (49152, 576)),
+    *((2048, 2048), (8192, 2048), (2048, 8192), (4096, 4096), (14336, 4096), (4096, 14336)),
+    *((896, 4864), (4864, 896), (2112, 7168), (7168, 2048), (7168, 7168), (8192, 8192)),
+)
+
+
+def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 4) -> float:
+    """Median microseconds of one of the calls, which follow each other in one captured graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    times = []
+    for _ in range(9):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / (repeats * len(calls)))
+    return statistics.median(times)
+
+
+def _default_library() -> None:
+    torch.backends.cuda.preferred_blas_library("cublas")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+
+
+def _normal(*shape: int, scale: float = 1.0, grad: bool = False) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16().requires_grad_(grad)
+
+
+def small_rows(figures: dict, peers: dict, rows: Sequence[int]) -> None:
+    """MXFP4 weight of 8192 x 8192 against cuBLAS on its bf16 values."""
+    targets = {16: ">= 2.2", 64: ">= 2.2", 256: ">= 1.0"}
+    weights = []
+    for _ in range(5):
+        blocks = torch.randint(0, 256, (8192, 4096), device="cuda", dtype=torch.uint8)
+        scales = torch.randint(115, 126, (8192, 256), device="cuda", dtype=torch.uint8)
+        weights.append(pack_mxfp4(blocks, scales))
+    values = [decoded_copy(weight) for weight in weights]
+    for count in rows:
+        x_MK = _normal(count, 8192)
+        exact = torch.equal(mxfp4_mm(x_MK, weights[0]), row_invariant_mm(x_MK, values[0]))
+        check(exact, f"mxfp4_mm at {count} rows differs from the row-invariant product")
+        _default_library()
+        cublas = graph_us([partial(F.linear, x_MK, w) for w in values])
+        library = graph_us([partial(row_invariant_mm, x_MK, w) for w in values])
+        ours = graph_us([partial(mxfp4_mm, x_MK, w) for w in weights])
+        figures[f"mxfp4_m{count}"] = figure(cublas / ours, "x cuBLAS bf16", targets.get(count, ""))
+        figures[f"mxfp4_m{count}_us"] = figure(ours, "us", "")
+        figures[f"row_invariant_m{count}"] = figure(cublas / library, "x cuBLAS bf16", "")
+        peers[f"cublas_bf16_m{count}"] = {"value": cublas, "unit": "us", "version": torch.__version__}
+
+
+def large_rows(figures: dict, peers: dict) -> None:
+    """FP8 blocks at 8192^3, quantisation of the activations counted, that of the weight not."""
+    x_MK, w_NK = _normal(8192, 8192), _normal(8192, 8192, scale=0.02)
+    weight = fp8_quantize_tiles(w_NK)
+    _default_library()
+    bf16 = median_ms(lambda: x_MK @ w_NK.T)
+    product = fp8_mm(*fp8_quantize_rows(x_MK), *weight)
+    check(relative_error(product[:256], x_MK[:256].double() @ w_NK.double().T) < 0.05, "fp8_mm at 8192^3")
+    fp8 = median_ms(lambda: fp8_mm(*fp8_quantize_rows(x_MK), *weight))
+    figures["fp8_8192"] = figure(bf16 / fp8, "x cuBLAS bf16", ">= 1.5")
+    figures["fp8_8192_ms"] = figure(fp8, "ms", "")
+    peers["cublas_bf16_8192"] = {"value": bf16, "unit": "ms", "version": torch.__version__}
+
+
+def training(figures: dict, peers: dict) -> None:
+    """Forward and backward of a linear, M8192 N7168 K7168, every quantisation counted."""
+    x_MK, w_NK = _normal(8192, 7168, grad=True), _normal(7168, 7168, scale=0.02, grad=True)
+    dy_MN = _normal(8192, 7168)
+    _default_library()
+
+    def step(linear: Callable) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(linear(x_MK, w_NK), (x_MK, w_NK), dy_MN)
+
+    for found, wanted in zip(step(fp8_linear), step(F.linear), strict=True):
+        check(relative_error(found[:256], wanted[:256]) < 0.05, "a gradient of fp8_linear")
+    bf16, fp8 = median_ms(lambda: step(F.linear)), median_ms(lambda: step(fp8_linear))
+    figures["fp8_training"] = figure(bf16 / fp8, "x bf16 linear", ">= 1.35")
+    figures["fp8_training_ms"] = figure(fp8, "ms", "")
+    peers["bf16_linear"] = {"value": bf16, "unit": "ms", "version": torch.__version__}
+
+
+def run(quick: bool) -> dict:
+    """Figures and peers of this module; raises CheckFailed where a product is wrong, ContractError by `self_test`."""
+    figures: dict = {}
+    peers: dict = {}
+    torch.manual_seed(0)
+    shapes = MODEL_SHAPES[:4] if quick else MODEL_SHAPES
+    self_test(shapes)
+    figures["row_invariant_shapes"] = figure(len(shapes), "shapes of models", "")
+    small_rows(figures, peers, (16, 64) if quick else (1, 16, 32, 64, 128, 256, 512))
+    large_rows(figures, peers)
+    training(figures, peers)
+    return {"figures": figures, "peers": peers, "env": environment("N=K=8192; training M8192 N=K=7168")}

@@ -1,0 +1,172 @@
+"""The contract of paged attention, and the decode kernel in Triton's interpreter against a float64 oracle.
+
+The Gluon prefill kernel has no interpreter: its tests, and all bit comparisons between the two, need a CUDA device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.paged_attention import paged_attention, write_kv
+from schemas.errors import ContractError
+
+
+def make_case(kv_tokens, rows, *, kv_heads, heads, channels, page_tokens, dtype, device="cpu", seed=0):
+    """Arguments of paged_attention: pages in random order, table entries past the last page out of range."""
+    generator = torch.Generator(device).manual_seed(seed)
+    pages = [-(-kv // page_tokens) for kv in kv_tokens]
+    order = torch.randperm(sum(pages) + 2, generator=generator, device=device).tolist()
+    table = torch.full((len(kv_tokens), max(pages, default=1)), 10**6, dtype=torch.int32)
+    for sequence, count in enumerate(pages):
+        table[sequence, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+
+    cu_rows = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    k, v = (normal(sum(pages) + 2, page_tokens, kv_heads, channels) for _ in range(2))
+    kv = torch.tensor(kv_tokens, dtype=torch.int32, device=device)
+    return normal(sum(rows), heads, channels), k, v, table.to(device), cu_rows, kv
+
+
+def oracle(q, k, v, table, cu_rows, kv_tokens):
+    """Softmax attention in float64, one row and one head at a time, keys gathered token by token."""
+    output = torch.zeros(q.shape, dtype=torch.float64)
+    group, page_tokens = q.shape[1] // k.shape[2], k.shape[1]
+    for sequence, kv in enumerate(kv_tokens.tolist()):
+        first, last = int(cu_rows[sequence]), int(cu_rows[sequence + 1])
+        for row in range(first, last):
+            visible = kv - (last - row) + 1
+            places = [(int(table[sequence, t // page_tokens]), t % page_tokens) for t in range(visible)]
+            keys = torch.stack([k[page, offset] for page, offset in places]).double().cpu()
+            values = torch.stack([v[page, offset] for page, offset in places]).double().cpu()
+            for head in range(q.shape[1]):
+                scores = keys[:, head // group] @ q[row, head].double().cpu() / q.shape[2] ** 0.5
+                output[row, head] = torch.softmax(scores, 0) @ values[:, head // group]
+    return output
+
+
+def error(actual, expected):
+    return float((actual.double().cpu() - expected).norm() / expected.norm())
+
+
+def test_write_kv_touches_only_the_named_slots():
+    k_cache, v_cache = torch.full((3, 4, 2, 5), 7.0), torch.full((3, 4, 2, 5), 8.0)
+    k, v = torch.randn(3, 2, 5), torch.randn(3, 2, 5)
+    write_kv(k, v, k_cache, v_cache, torch.tensor([11, 0, 6]))
+    assert torch.equal(k_cache[2, 3], k[0])
+    assert torch.equal(k_cache[0, 0], k[1])
+    assert torch.equal(v_cache[1, 2], v[2])
+    assert (k_cache == 7).all(-1).all(-1).sum() == 9
+    assert (v_cache == 8).all(-1).all(-1).sum() == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda c: {"q_NHC": c[0][:, :3]}, "multiple of 2 KV heads"),
+        (lambda c: {"q_NHC": c[0].bfloat16()}, "bfloat16"),
+        (lambda c: {"v_cache_PTGC": c[2][1:]}, "one shape"),
+        (lambda c: {"cu_rows_S1": c[4][:-1]}, "row offsets"),
+        (lambda c: {"kv_tokens_S": c[5][:-1]}, "KV lengths"),
+        (lambda c: {"split_tokens": 0}, "positive"),
+        (lambda c: {"split_tokens": 12}, "page size 8"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, expected):
+    case = make_case([5, 9], [1, 2], kv_heads=2, heads=4, channels=16, page_tokens=8, dtype=torch.float32)
+    names = ("q_NHC", "k_cache_PTGC", "v_cache_PTGC", "page_table_SP", "cu_rows_S1", "kv_tokens_S")
+    arguments = dict(zip(names, case, strict=True)) | {"split_tokens": 16}
+    with pytest.raises(ContractError, match=expected):
+        paged_attention(**arguments | change(case))
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("split_tokens", [64, 256])
+def test_decode_kernel_interpreted(triton_interpreter, monkeypatch, group, split_tokens):
+    from kernels.paged_attention import kernel
+
+    # Sequences of one row only: prefill would have nothing to do, and Gluon cannot be interpreted.
+    monkeypatch.setattr(kernel.prefill, "prefill", lambda *arguments: None)
+    kv_tokens = [1, 63, 64, 65, 200, 257]
+    case = make_case(kv_tokens, [1] * 6, kv_heads=2, heads=2 * group, channels=64, page_tokens=64, dtype=torch.float32)
+    actual = kernel.paged_attention(*case, split_tokens=split_tokens)
+    assert error(actual, oracle(*case)) < 1e-6
+    # A row alone in its call keeps its bits.
+    q, k, v, table, _, kv = case
+    alone = kernel.paged_attention(
+        q[4:5], k, v, table[4:5], torch.tensor([0, 1], dtype=torch.int32), kv[4:5], split_tokens=split_tokens
+    )
+    assert torch.equal(alone[0], actual[4])
+
+
+def test_decode_kernel_leaves_sequences_without_one_row(triton_interpreter, monkeypatch):
+    from kernels.paged_attention import kernel
+
+    monkeypatch.setattr(kernel.prefill, "prefill", lambda *arguments: None)
+    monkeypatch.setattr(kernel.torch, "empty_like", lambda x: torch.full_like(x, 5.0))
+    case = make_case([70, 64, 66], [0, 1, 2], kv_heads=1, heads=2, channels=64, page_tokens=64, dtype=torch.float32)
+    actual = kernel.paged_attention(*case, split_tokens=64)
+    assert error(actual[:1], oracle(*case)[:1]) < 1e-6
+    assert (actual[1:] == 5).all()
+
+
+def test_kernel_refuses_what_it_cannot_tile():
+    from kernels.paged_attention.kernel import block_keys
+
+    assert block_keys(256, 1024) == 128
+    assert block_keys(64, 1024) == block_keys(256, 64) == 64
+    with pytest.raises(ContractError, match="multiple of 64"):
+        block_keys(16, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("channels", "page_tokens", "split_tokens"), [(64, 64, 256), (128, 128, 512), (128, 256, 128), (64, 128, 64)]
+)
+def test_rows_keep_their_bits_on_the_gpu(channels, page_tokens, split_tokens):
+    kv_tokens = [1, 63, 64, 65, 700, 1023, 1024, 1025, 1300, 2049, 300]
+    rows = [1, 1, 1, 2, 700, 1023, 1, 1, 300, 0, 64]
+    case = make_case(
+        kv_tokens,
+        rows,
+        kv_heads=2,
+        heads=6,
+        channels=channels,
+        page_tokens=page_tokens,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    q, k, v, table, cu_rows, kv = case
+    together = paged_attention(*case, split_tokens=split_tokens)
+    for sequence, count in enumerate(rows):
+        first = int(cu_rows[sequence])
+        # Each of these rows as a decode step of its own, all in one call, shuffled.
+        places = [p for p in (0, 1, count // 3, count - 2, count - 1) if 0 <= p < count][::-1]
+        if not places:
+            continue
+        chosen = [first + place for place in places]
+        alone = paged_attention(
+            q[chosen],
+            k,
+            v,
+            table[sequence : sequence + 1].expand(len(places), -1).contiguous(),
+            torch.arange(len(places) + 1, dtype=torch.int32, device="cuda"),
+            torch.tensor([kv_tokens[sequence] - count + p + 1 for p in places], dtype=torch.int32, device="cuda"),
+            split_tokens=split_tokens,
+        )
+        assert torch.equal(alone, together[chosen])
+        # The end of the chunk as a chunk of its own.
+        rest = slice(first + count // 3, first + count)
+        offsets = torch.tensor([0, rest.stop - rest.start], dtype=torch.int32, device="cuda")
+        end = paged_attention(
+            q[rest], k, v, table[sequence : sequence + 1], offsets, kv[sequence : sequence + 1],
+            split_tokens=split_tokens,
+        )  # fmt: skip
+        assert torch.equal(end, together[rest])
+    small = make_case(
+        [300, 65, 1], [40, 1, 1], kv_heads=2, heads=6, channels=channels, page_tokens=page_tokens,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    assert error(paged_attention(*small, split_tokens=split_tokens), oracle(*small)) < 5e-3

@@ -1,0 +1,223 @@
+"""Products on packed and block-scaled operands, against decoders written here and float64 sums.
+
+Bits on the GPU are compared between implementations; the CPU covers formats, references and gradients.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_tiles
+from kernels.scaled_mm import (
+    fp8_linear,
+    fp8_mm,
+    mxfp4_mm,
+    pack_mxfp4,
+    row_invariant_mm,
+    self_test,
+)
+from kernels.scaled_mm.packing import unpack_mxfp4
+from schemas.errors import ContractError
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def decode_mxfp4(blocks, scales):
+    """float64 values, one code at a time: sign, table, power of two; the even column is the low nibble."""
+    rows, half = blocks.shape
+    values = torch.zeros(rows, 2 * half, dtype=torch.float64)
+    for n, row in enumerate(blocks.tolist()):
+        for byte_index, byte in enumerate(row):
+            for k, code in ((2 * byte_index, byte & 15), (2 * byte_index + 1, byte >> 4)):
+                magnitude = E2M1[code & 7] * 2.0 ** (int(scales[n, k // 32]) - 127)
+                values[n, k] = -magnitude if code & 8 else magnitude
+    return values
+
+
+def random_mxfp4(rows, columns, *, low=100, high=129, device="cpu", seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    blocks = torch.randint(0, 256, (rows, columns // 2), generator=generator, device=device, dtype=torch.uint8)
+    scales = torch.randint(low, high, (rows, columns // 32), generator=generator, device=device, dtype=torch.uint8)
+    return blocks, scales
+
+
+def error(actual, expected):
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (1, 32), (130, 96), (200, 320)])
+def test_packed_weight_holds_every_code(shape):
+    blocks, scales = random_mxfp4(*shape)
+    weight = pack_mxfp4(blocks, scales)
+    assert torch.equal(unpack_mxfp4(weight).double(), decode_mxfp4(blocks, scales))
+    assert torch.equal(unpack_mxfp4(weight).signbit(), decode_mxfp4(blocks, scales).signbit())
+    assert weight.words.shape[1] == 32
+    assert weight.words.numel() * 8 >= shape[0] * shape[1]
+
+
+def test_packing_follows_its_description():
+    # One code at (n, k) = (16 * 2 + 5 + 8, 32 + 16 + 2 * 3 + 8 + 1): value p = 3 of the upper half word.
+    blocks, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.full((64, 2), 127, dtype=torch.uint8)
+    blocks[45, 63 // 2] = 0b1011 << 4  # column 63: sign, exponent 01, mantissa 1
+    words = pack_mxfp4(blocks, scales).words.flatten()[:512].view(4, 8, 4, 2, 2)
+    assert words.count_nonzero() == 1
+    assert int(words[2, 5, 3, 1, 1]) & 0xFFFFFFFF == (1 << 14 | 1 << 10 | 1 << 13) << 16
+
+
+def test_a_scale_beyond_the_decoder_is_refused():
+    blocks, scales = random_mxfp4(64, 64)
+    for byte in (129, 255):
+        scales[3, 1] = byte
+        with pytest.raises(ContractError, match=str(byte)):
+            pack_mxfp4(blocks, scales)
+    scales[3, 1] = 128
+    assert float(unpack_mxfp4(pack_mxfp4(blocks, scales))[3, 32:].abs().max()) <= 12.0
+
+
+def test_mxfp4_reference_is_the_float64_product():
+    blocks, scales = random_mxfp4(70, 96, low=120)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = (x.double() @ decode_mxfp4(blocks, scales).T).bfloat16()
+    assert torch.equal(mxfp4_mm(x, pack_mxfp4(blocks, scales)), expected)
+    assert mxfp4_mm(x[:0], pack_mxfp4(blocks, scales)).shape == (0, 70)
+
+
+def test_triton_product_interpreted(triton_interpreter):
+    from kernels.scaled_mm.dense import triton_mm
+
+    generator = torch.Generator().manual_seed(2)
+    for rows, outputs, columns in ((1, 130, 72), (70, 5, 64), (129, 128, 8)):
+        x, w = torch.randn(rows, columns, generator=generator), torch.randn(outputs, columns, generator=generator)
+        assert error(triton_mm(x, w), x.double() @ w.double().T) < 1e-6
+    assert triton_mm(x[:0], w).shape == (0, 128)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 128), (40, 130, 200), (130, 16, 300)])
+def test_fp8_product_of_blocks(shape):
+    rows, outputs, columns = shape
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(rows, columns, generator=generator), torch.randn(outputs, columns, generator=generator)
+    x_codes, x_scales = fp8_quantize_rows(x)
+    w_codes, w_scales = fp8_quantize_tiles(w)
+    expected = torch.zeros(rows, outputs, dtype=torch.float64)
+    for k in range(columns):
+        x_column = x_codes[:, k].double() * x_scales[:, k // 128].double()
+        w_column = w_codes[:, k].double() * w_scales[torch.arange(outputs) // 128, k // 128].double()
+        expected += x_column[:, None] * w_column[None, :]
+    assert error(fp8_mm(x_codes, x_scales, w_codes, w_scales, dtype=torch.float32), expected) < 1e-6
+    # The same weight with a scale a row: what the weight gradient multiplies.
+    w_codes, w_scales = fp8_quantize_rows(w)
+    by_row = fp8_mm(x_codes, x_scales, w_codes, w_scales, dtype=torch.float32)
+    assert error(by_row, x.double() @ w.double().T) < 0.06
+
+
+@pytest.mark.parametrize("tokens", [1, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_linear_gradients(tokens, dtype):
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(tokens, 160, generator=generator).to(dtype).requires_grad_()
+    w = (torch.randn(144, 160, generator=generator) * 0.05).to(dtype).requires_grad_()
+    dy = torch.randn(tokens, 144, generator=generator).bfloat16()
+    y = fp8_linear(x, w)
+    y.backward(dy)
+    assert y.dtype == torch.bfloat16
+    assert error(y, x.double() @ w.double().T) < 0.06
+    assert x.grad is not None
+    assert w.grad is not None
+    assert x.grad.dtype == w.grad.dtype == dtype
+    # Quantisation error of two E4M3 operands; a wrong transpose or scale gives an error of order one.
+    assert error(x.grad, dy.double() @ w.double()) < 0.06
+    assert error(w.grad, dy.double().T @ x.double()) < 0.06
+
+
+def test_fp8_linear_keeps_an_fp8_grid_exactly():
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(-8, 9, (32, 128), generator=generator).float()
+    w = torch.randint(-8, 9, (16, 128), generator=generator).float() * 2.0**-7
+    assert torch.equal(fp8_linear(x, w).double(), (x.double() @ w.double().T).bfloat16().double())
+    assert torch.equal(fp8_quantize_both(x)[2].float(), fp8_quantize_rows(x.T.contiguous())[0].float())
+
+
+def test_fp8_linear_without_weight_gradient():
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    w = torch.randn(32, 64, generator=torch.Generator().manual_seed(7))
+    fp8_linear(x, w).sum().backward()
+    assert x.grad is not None
+    assert error(x.grad, torch.ones(20, 32).double() @ w.double()) < 0.06
+
+
+SHAPES = [(576, 1536), (1536, 576), (2112, 7168), (4096, 4096), (896, 4864)]
+
+
+@pytest.mark.gpu
+def test_library_product_is_row_invariant():
+    self_test([*SHAPES, (49152, 576)])
+
+
+@pytest.mark.gpu
+def test_self_test_names_the_shape(monkeypatch):
+    from kernels.scaled_mm import dense
+
+    product = dense.library_mm
+    monkeypatch.setattr(dense, "library_mm", lambda x, w: product(x, w) + (len(x) == 33))
+    with pytest.raises(ContractError, match=r"576 x 1536(.|\n)*33 rows"):
+        self_test([(576, 1536)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_products_agree_bit_for_bit(shape):
+    from kernels.scaled_mm.mxfp4 import decoded_copy
+
+    blocks, scales = random_mxfp4(*shape, low=113, device="cuda")
+    weight = pack_mxfp4(blocks, scales)
+    values = decoded_copy(weight)
+    assert torch.equal(values.view(torch.int16), unpack_mxfp4(weight).view(torch.int16))
+    x = torch.randn(1500, shape[1], device="cuda", dtype=torch.bfloat16)
+    expected = row_invariant_mm(x, values)
+    assert error(expected, x.double() @ values.double().T) < 3e-3
+    assert torch.equal(row_invariant_mm(x, values, impl="triton"), expected)
+    for rows in (1, 5, 16, 17, 32, 33, 64, 65, 128, 129, 300, 1023, 1500):
+        first = (1500 - rows) // 2
+        part = slice(first, first + rows)
+        assert torch.equal(mxfp4_mm(x[part], weight), expected[part]), rows
+        assert torch.equal(row_invariant_mm(x[part], values), expected[part]), rows
+
+
+@pytest.mark.gpu
+def test_bias_and_no_rows():
+    x, w = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (5, 32))
+    bias = torch.randn(32, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(row_invariant_mm(x, w, bias), row_invariant_mm(x, w) + bias)
+    assert row_invariant_mm(x[:0], w).shape == (0, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(300, 576, 1536), (16, 1536, 576), (1000, 2112, 7168), (1, 128, 128)])
+def test_fp8_products_on_the_gpu(shape):
+    tokens, outputs, inputs = shape
+    x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(outputs, inputs, device="cuda") * 0.02).requires_grad_()
+    operands = *fp8_quantize_rows(x.detach()), *fp8_quantize_tiles(w.detach())
+    assert error(fp8_mm(*operands), fp8_mm(*operands, impl="reference")) < 4e-3
+    dy = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
+    y = fp8_linear(x, w)
+    y.backward(dy)
+    assert x.grad is not None
+    assert w.grad is not None
+    on_cpu = x.detach().cpu().requires_grad_(), w.detach().cpu().requires_grad_()
+    fp8_linear(*on_cpu).backward(dy.cpu())
+    assert error(x.grad.cpu(), on_cpu[0].grad) < 4e-3
+    assert error(w.grad.cpu(), on_cpu[1].grad) < 4e-3
+
+
+@pytest.mark.gpu
+def test_fp8_product_names_a_shape_that_the_library_refuses():
+    operands = (
+        *fp8_quantize_rows(torch.randn(16, 40, device="cuda")),
+        *fp8_quantize_tiles(torch.randn(16, 40, device="cuda")),
+    )
+    with pytest.raises(ContractError, match="16 x 40"):
+        fp8_mm(*operands)
