@@ -140,6 +140,9 @@ class Train(Section):
     ranks: int = operational(1, gt=0)
     threads: int = operational(0, ge=0)
     chunk_bytes: int = operational(256 << 20, gt=0, description="logits of one chunk of the KL")
+    recompute_layers: bool = operational(
+        True, description="keep only each layer's input and recompute the rest in backward: less memory, a third slower"
+    )
     loader_bytes: int = operational(256 << 20, gt=0, description="shared memory of a node's loader")
     save_every_steps: int = operational(16, ge=0, description="steps between mid-plan checkpoints; 0: none")
     dead_after_seconds: float = operational(60.0, gt=0)
