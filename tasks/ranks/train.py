@@ -158,7 +158,7 @@ def _engine(work: dict[str, Any], device: torch.device, resumed: State | None) -
     transformer = load_model(
         Path(work["student_folder"]), precision=work["precision"], compute=work["compute"], trainable=True
     )
-    transformer.checkpoint_layers = True
+    transformer.checkpoint_layers = settings["recompute_layers"]
     loss = LossSettings(
         work["vocab_size"], settings["divergence"], settings["temperature"], settings["chunk_bytes"]
     )  # fmt: skip

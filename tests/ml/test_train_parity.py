@@ -333,20 +333,23 @@ def test_a_student_that_is_its_teacher_learns_nothing(results):
         assert metric(result, "grad_norm")[0] < 0.02 * metric(results[ranks]["bf16"], "grad_norm")[0]
 
 
-def test_mismatch_is_measured_on_sampled_tokens(results, world, models):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mismatch_is_measured_on_the_sampled_tokens_of_the_first_pack(results, world, models, ranks):
     """The logged log-probabilities are made up here, so the mismatch is their distance from the oracle's."""
     model = load_oracle(models["tied"])
-    gaps = []
-    for trajectory_id, _, _ in ITEMS:
-        t = world.trajectories[trajectory_id]
-        with torch.no_grad():
-            logits = states_and_logits(model, np.concatenate([t.prompt, t.response]))[len(t.prompt) - 1 : -1, :VOCAB]
-        raw = torch.log_softmax(logits, -1)[torch.arange(len(t.response)), torch.from_numpy(t.response.astype(int))]
-        gaps += (raw - torch.from_numpy(t.logged.astype(np.float64))).abs()[torch.from_numpy(t.mask != 0)].tolist()
-    result = results[1]["one_pack-1"]
-    for kind in ("sampler", "trained"):
-        assert metric(result, f"mismatch_{kind}_mean") == pytest.approx([np.mean(gaps)], rel=1e-4)
-        assert metric(result, f"mismatch_{kind}_max") == pytest.approx([max(gaps)], rel=1e-4)
+    for split in ("one_pack", "straddling", "one_each"):
+        gaps = []
+        for trajectory_id, _, _ in SPLITS[split][0][0]:
+            t = world.trajectories[trajectory_id]
+            with torch.no_grad():
+                logits = states_and_logits(model, np.concatenate([t.prompt, t.response]))[len(t.prompt) - 1 : -1]
+            raw = torch.log_softmax(logits[:, :VOCAB], -1)
+            raw = raw[torch.arange(len(t.response)), torch.from_numpy(t.response.astype(int))]
+            gaps += (raw - torch.from_numpy(t.logged.astype(np.float64))).abs()[torch.from_numpy(t.mask != 0)].tolist()
+        for kind in ("sampler", "trained"):
+            result = results[ranks][f"{split}-1"]
+            assert metric(result, f"mismatch_{kind}_mean") == pytest.approx([np.mean(gaps)], rel=1e-4)
+            assert metric(result, f"mismatch_{kind}_max") == pytest.approx([max(gaps)], rel=1e-4)
 
 
 def test_losses_of_a_tiny_run_are_golden(results):
