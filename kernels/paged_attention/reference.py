@@ -32,15 +32,12 @@ def paged_attention(
     q32_NHC = q_NHC.float() * q_NHC.shape[-1] ** -0.5
     o_NHC = torch.empty_like(q32_NHC)
     cu_rows, kv_tokens = cu_rows_S1.tolist(), kv_tokens_S.tolist()
-    alone = [s for s in range(len(kv_tokens)) if cu_rows[s + 1] - cu_rows[s] == 1]
+    # Longest first, so that the sequences that have a cut are a prefix.
+    alone = sorted((s for s in range(len(kv_tokens)) if cu_rows[s + 1] - cu_rows[s] == 1), key=lambda s: -kv_tokens[s])
     if alone:
-        # Longest first, so that the sequences that have a cut are a prefix.
-        alone.sort(key=lambda s: -kv_tokens[s])
-        alone_S = torch.tensor(alone, device=q_NHC.device)
-        rows_S = cu_rows_S1.long()[alone_S]
-        o_NHC[rows_S] = _attend_alone(
-            q32_NHC[rows_S], *caches, page_table_SP[alone_S].long(), kv_tokens_S[alone_S].long()
-        )
+        rows_S = torch.tensor([cu_rows[s] for s in alone], device=q_NHC.device)
+        page_table = page_table_SP[torch.tensor(alone, device=q_NHC.device)].long()
+        o_NHC[rows_S] = _attend_alone(q32_NHC[rows_S], *caches, page_table, [kv_tokens[s] for s in alone])
     for s, kv in enumerate(kv_tokens):
         rows = slice(cu_rows[s], cu_rows[s + 1])
         if rows.stop - rows.start > 1:
@@ -70,15 +67,13 @@ class _Cuts:
 
 
 def _attend_alone(
-    q_SHC: torch.Tensor, keys: _Cuts, values: _Cuts, page_table_SP: torch.Tensor, kv_tokens_S: torch.Tensor
+    q_SHC: torch.Tensor, keys: _Cuts, values: _Cuts, page_table_SP: torch.Tensor, kv_tokens: list[int]
 ) -> torch.Tensor:
-    """One row a sequence, at its last position; kv_tokens_S descends. fp32 [S, H, C]."""
+    """One row a sequence, at its last position; kv_tokens descends. fp32 [S, H, C]."""
     split = keys.split_tokens
-    num_cuts_S = (kv_tokens_S + split - 1) // split
-    counts = [int((num_cuts_S > cut).sum()) for cut in range(int(num_cuts_S[0]))]
-    sequence_I = torch.cat([torch.arange(count, device=q_SHC.device) for count in counts])
-    cut_I = torch.repeat_interleave(torch.tensor(counts, device=q_SHC.device))
-    kv_tokens_I = kv_tokens_S[sequence_I]
+    counts = [sum(kv > first for kv in kv_tokens) for first in range(0, kv_tokens[0], split)]
+    items = [(s, cut, kv_tokens[s]) for cut, count in enumerate(counts) for s in range(count)]
+    sequence_I, cut_I, kv_tokens_I = torch.tensor(items, device=q_SHC.device).unbind(1)
     where = page_table_SP[sequence_I], cut_I, kv_tokens_I
     visible_I = (kv_tokens_I - cut_I * split).clamp(max=split)
     parts = _partial(q_SHC[sequence_I], keys.read(*where), values.read(*where), visible_I, visible_I)
@@ -126,7 +121,8 @@ def _partial(
         )
     tokens_U = torch.arange(k_BUGC.shape[1], device=q_IHC.device)
     # A weight of zero does not silence the NaN that an unwritten slot may hold.
-    v_BUGC = v_BUGC.masked_fill((tokens_U >= written_B[:, None])[:, :, None, None], 0.0)
+    unwritten = (tokens_U >= written_B[:, None]).flatten().nonzero().squeeze(1)
+    v_BUGC.flatten(0, 1).index_fill_(0, unwritten, 0.0)
     scores_IHU = _by_kv_head(q_IHC, k_BUGC.permute(2, 0, 3, 1))
     scores_IHU.masked_fill_((tokens_U >= visible_I[:, None])[:, None], float("-inf"))
     max_IH = scores_IHU.amax(-1)
