@@ -6,8 +6,8 @@ FP8: E4M3 codes with fp32 scales that are powers of two, a block being 1 x 128 (
 blocks at ragged edges are smaller. value = code * scale in both.
 
 The scale is the smallest power of two that clips nothing: 2^ceil(log2(amax / 6)) or /448, no smaller than 2^-126.
-Codes round to nearest, ties to even, and keep the sign of zero. A block that holds inf or NaN decodes to NaN as a
-whole. Invariant: kernel and reference agree bit for bit.
+Codes round to nearest, ties to even, and keep the sign of zero. A block that holds inf or NaN gets the scale NaN and
+so decodes to NaN as a whole; its codes mean nothing. Invariant: all else is the same bits from kernel and reference.
 
 Legend: M rows of activations, N rows and K columns of a weight.
 """

@@ -7,8 +7,8 @@ Legend: M rows of activations, N rows and K columns of a weight. An MXFP4 block 
 contiguous, so block-wise casts see a [num_blocks, 32] matrix.
 """
 
-# Triton adds launch options to a kernel's own parameters, which the type checker cannot see.
-# pyright: reportCallIssue=false
+# Triton adds launch options to a kernel's own parameters and calls kernels from kernels; the type checker sees neither.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def mxfp4_quantize(x_NK):
     if count:
         wide = x_NK.dtype == torch.float32
         pairs = x_NK.view(torch.int64 if wide else torch.int32)
-        _mxfp4_quantize[(_parts(count, _BLOCKS_A_PROGRAM),)](
-            pairs, blocks, scales, count, WIDE=wide, BLOCKS=_BLOCKS_A_PROGRAM, num_warps=4
+        per_program = 64 if wide else _BLOCKS_A_PROGRAM
+        _mxfp4_quantize[(_parts(count, per_program),)](
+            pairs, blocks, scales, count, WIDE=wide, BLOCKS=per_program, num_warps=4
         )
     return blocks, scales
 
@@ -58,7 +59,7 @@ def mxfp4_to_fp8(blocks, scales):
     exact = torch.empty(grid, dtype=torch.bool, device=blocks.device)
     if codes.numel():
         words, eights = blocks.view(torch.int32), codes.view(torch.int64)
-        _mxfp4_to_fp8[grid](words, scales, eights, tile_scales, exact, N, K, num_warps=4)
+        _mxfp4_to_fp8[grid](words, scales, eights, tile_scales, exact.view(torch.uint8), N, K, num_warps=8)
     return codes, tile_scales, exact
 
 
@@ -120,9 +121,9 @@ def _magnitude_bits(x):
 
 
 @triton.jit
-def _e4m3(x, exponent, broken):
+def _e4m3(x, exponent):
     """Codes as bytes: Triton 3.6 corrupts some stores of its own FP8 type on Hopper."""
-    return tl.where(broken, 0.0, x * _power_of_two(-exponent)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return (x * _power_of_two(-exponent)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -147,7 +148,6 @@ def _mxfp4_quantize(pairs, blocks, scales, count, WIDE: tl.constexpr, BLOCKS: tl
     exponent = _scale_exponent(tl.where(broken, 0, top), _E2M1_EXPONENT, _E2M1_MANTISSA)
     inverse = _power_of_two(-exponent)[:, None]
     codes = _e2m1(low, inverse) | (_e2m1(high, inverse) << 4)
-    codes &= tl.where(broken, 0, 255)[:, None]
     tl.store(blocks + first * 16 + place, codes.to(tl.uint8), mask=inside[:, None])
     tl.store(scales + first + block, tl.where(broken, 255, exponent + 127).to(tl.uint8), mask=inside)
 
@@ -196,26 +196,29 @@ def _mxfp4_dequantize(blocks, scales, out, count, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _mxfp4_to_fp8(words, scales, codes, tile_scales, exact, N, K):
-    """words: eight codes each. A group's eight FP8 magnitudes make a table of eight bytes, which `prmt` looks up
-    four codes at a time; what a group holds follows from the OR of its words."""
+    """words: eight codes each, four to a group of 32. A group's eight FP8 magnitudes make a table of eight bytes,
+    which `prmt` looks up four codes at a time; what a group holds follows from the OR of its words."""
     first_row, first_group = tl.program_id(0) * 128, tl.program_id(1) * 4
-    row, column, group = tl.arange(0, 128), tl.arange(0, 16), tl.arange(0, 4)
-    rows = row[:, None] < N - first_row
-    inside = rows & (column[None, :] < K // 8 - first_group * 4)
+    row, group = tl.arange(0, 512) // 4, tl.arange(0, 512) % 4
+    inside = (row < N - first_row) & (group < K // 32 - first_group)
     corner = first_row.to(tl.int64) * (K // 8) + first_group * 4
-    place = row[:, None] * (K // 8) + column[None, :]
-    word = tl.load(words + corner + place, mask=inside, other=0)
-    grouped = rows & (group[None, :] < K // 32 - first_group)
+    words, codes = words + corner, codes + corner
+    place = row * (K // 8) + group * 4
+    word0 = tl.load(words + place, mask=inside, other=0)
+    word1 = tl.load(words + place + 1, mask=inside, other=0)
+    word2 = tl.load(words + place + 2, mask=inside, other=0)
+    word3 = tl.load(words + place + 3, mask=inside, other=0)
     scale = scales + first_row.to(tl.int64) * (K // 32) + first_group
-    byte = tl.load(scale + row[:, None] * (K // 32) + group[None, :], mask=grouped, other=127).to(tl.int32)
-    word = tl.reshape(word, (128, 4, 4))
-    seen, seen_top = tl.reduce((word, word & (word << 1) & 0x44444444), 2, _or_two)
+    byte = tl.load(scale + row * (K // 32) + group, mask=inside, other=127).to(tl.int32)
+    seen = word0 | word1 | word2 | word3
+    seen_top = (word0 & (word0 << 1)) | (word1 & (word1 << 1)) | (word2 & (word2 << 1)) | (word3 & (word3 << 1))
     # floor(log2) of the largest magnitude of a group: codes 6-7, 4-5, 2-3, 1.
-    top = tl.where(seen & 0x44444444 != 0, 1, tl.where(seen & 0x22222222 != 0, 0, -1))
-    top = tl.where(seen_top != 0, 2, top) + byte - 127
-    top = tl.where(seen & 0x77777777 != 0, top, -1000)
-    largest = tl.max(tl.max(top, 1), 0)
-    broken = (tl.max(tl.max(byte, 1), 0) == 255) | (largest >= 128)
+    top = tl.where((seen & 0x44444444) != 0, 1, tl.where((seen & 0x22222222) != 0, 0, -1))
+    top = tl.where((seen_top & 0x44444444) != 0, 2, top) + byte - 127
+    # NaN and what overflows fp32 break the tile; a group of zeros has no say.
+    top = tl.where((seen & 0x77777777) != 0, top, -1000)
+    largest = tl.max(tl.where(byte == 255, 1000, top), 0)
+    broken = largest >= 128
     exponent = tl.maximum(tl.where(broken, 0, largest) - _E4M3_EXPONENT, -126)
     relative = _power_of_two(tl.minimum(tl.maximum(byte - 127 - exponent, -126), 127))
     one, one_off = _table_entry(0.5 * relative)
@@ -225,33 +228,44 @@ def _mxfp4_to_fp8(words, scales, codes, tile_scales, exact, N, K):
     five, five_off = _table_entry(3.0 * relative)
     six, six_off = _table_entry(4.0 * relative)
     seven, seven_off = _table_entry(6.0 * relative)
-    low_table = ((one << 8) | (two << 16) | (three << 24))[:, :, None]
-    high_table = (four | (five << 8) | (six << 16) | (seven << 24))[:, :, None]
-    low_off = ((one_off << 8) | (two_off << 16) | (three_off << 24))[:, :, None]
-    high_off = (four_off | (five_off << 8) | (six_off << 16) | (seven_off << 24))[:, :, None]
-    magnitude, sign = word & 0x77777777, (word >> 3) & 0x11111111
-    low = _look_up(low_table, high_table, magnitude) | _look_up(0x8000, 0, sign)
-    high = _look_up(low_table, high_table, magnitude >> 16) | _look_up(0x8000, 0, sign >> 16)
-    off = _look_up(low_off, high_off, magnitude) | _look_up(low_off, high_off, magnitude >> 16)
-    eight = low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
-    eight = tl.where(broken, 0, tl.reshape(eight, (128, 16)))
-    tl.store(codes + corner + place, eight, mask=inside)
+    low = (one << 8) | (two << 16) | (three << 24)
+    high = four | (five << 8) | (six << 16) | (seven << 24)
+    # Joined so that whole sectors are stored: [512, 2, 2] counts the words of a group as 0, 1, 2, 3.
+    even = tl.join(_eight_codes(word0, low, high), _eight_codes(word2, low, high))
+    odd = tl.join(_eight_codes(word1, low, high), _eight_codes(word3, low, high))
+    group_codes = tl.where(broken, 0, tl.reshape(tl.join(even, odd), (512, 4)))
+    tl.store(codes + place[:, None] + tl.arange(0, 4)[None, :], group_codes, mask=inside[:, None])
+    low = (one_off << 8) | (two_off << 16) | (three_off << 24)
+    high = four_off | (five_off << 8) | (six_off << 16) | (seven_off << 24)
+    off = _any_byte(word0, low, high) | _any_byte(word1, low, high)
+    off |= _any_byte(word2, low, high) | _any_byte(word3, low, high)
+    any_off = tl.max((off != 0).to(tl.int32), 0)
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.store(tile_scales + tile, _fp8_scale(exponent, broken))
-    any_off = tl.max(tl.max(tl.max((off != 0).to(tl.int32), 2), 1), 0)
-    tl.store(exact + tile, (any_off == 0) & (broken == 0))
+    tl.store(exact + tile, tl.where(broken, 0, 1 - any_off).to(tl.uint8))
 
 
 @triton.jit
-def _or_two(a0, a1, b0, b1):
-    return a0 | b0, a1 | b1
+def _eight_codes(word, low_table, high_table):
+    magnitude, sign = word & 0x77777777, (word >> 3) & 0x11111111
+    low = _look_up(low_table, high_table, magnitude) | _look_up(0x8000, 0, sign)
+    high = _look_up(low_table, high_table, magnitude >> 16) | _look_up(0x8000, 0, sign >> 16)
+    return low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
+
+
+@triton.jit
+def _any_byte(word, low_table, high_table):
+    magnitude = word & 0x77777777
+    return _look_up(low_table, high_table, magnitude) | _look_up(low_table, high_table, magnitude >> 16)
 
 
 @triton.jit
 def _table_entry(value):
     """(E4M3 code of a magnitude, whether it is off)."""
     fp8 = tl.minimum(value, 448.0).to(tl.float8e4nv)
-    return fp8.to(tl.uint8, bitcast=True).to(tl.int32), (fp8.to(tl.float32) != value).to(tl.int32)
+    # Two significant bits always fit; what can be lost is what lies below 2^-9.
+    steps = value * 512.0
+    return fp8.to(tl.uint8, bitcast=True).to(tl.int32), (tl.floor(steps) != steps).to(tl.int32)
 
 
 @triton.jit
@@ -276,7 +290,7 @@ def _fp8_tiles(x, codes, scales, N, K):
     top = tl.max(tl.max(_magnitude_bits(values), 1), 0)
     broken = top >= _INFINITY
     exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
-    tl.store(codes + row[:, None] * K + column[None, :], _e4m3(values, exponent, broken), mask=inside)
+    tl.store(codes + row[:, None] * K + column[None, :], _e4m3(values, exponent), mask=inside)
     tl.store(scales + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), _fp8_scale(exponent, broken))
 
 
@@ -289,37 +303,60 @@ def _fp8_rows(x, codes, scales, M, K, ROWS: tl.constexpr):
     top = tl.max(_magnitude_bits(values), 1)
     broken = top >= _INFINITY
     exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
-    fp8 = _e4m3(values, exponent[:, None], broken[:, None])
+    fp8 = _e4m3(values, exponent[:, None])
     tl.store(codes + row[:, None] * K + column[None, :], fp8, mask=inside)
     tl.store(scales + row * tl.num_programs(1) + tl.program_id(1), _fp8_scale(exponent, broken), mask=row < M)
 
 
 @triton.jit
 def _fp8_both(x, codes, scales, words_t, scales_t, M, K, stride_t):
-    """A tile of 128 x 128 as [4, 32, 128]: rows 4j .. 4j + 3 of a column lie in one thread, which packs their codes
-    into one word before the tile is turned."""
+    """A tile of 128 x 128 as four quarters: quarter i holds rows i, i + 4, i + 8 .., so that the four codes of a word
+    of the transpose lie in one thread and are packed before the tile is turned."""
     first_row, first_column = tl.program_id(0) * 128, tl.program_id(1) * 128
-    step, column = tl.arange(0, 32), tl.arange(0, 128)
-    row = step[None, :] * 4 + tl.arange(0, 4)[:, None]
-    inside = (row[:, :, None] < M - first_row) & (column[None, None, :] < K - first_column)
     corner = first_row.to(tl.int64) * K + first_column
-    place = row[:, :, None] * K + column[None, None, :]
-    values = tl.load(x + corner + place, mask=inside, other=0.0).to(tl.float32)
-    bits = _magnitude_bits(values)
-    top = tl.max(bits, 2)
-    broken = top >= _INFINITY
-    exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
-    tl.store(codes + corner + place, _e4m3(values, exponent[:, :, None], broken[:, :, None]), mask=inside)
     scale = scales + first_row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(scale + row * tl.num_programs(1), _fp8_scale(exponent, broken), mask=row < M - first_row)
-    top = tl.max(tl.max(bits, 0), 0)
+    x, codes, rows, columns = x + corner, codes + corner, M - first_row, K - first_column
+    quarter0, top0 = _quarter(x, codes, scale, rows, columns, K, 0)
+    quarter1, top1 = _quarter(x, codes, scale, rows, columns, K, 1)
+    quarter2, top2 = _quarter(x, codes, scale, rows, columns, K, 2)
+    quarter3, top3 = _quarter(x, codes, scale, rows, columns, K, 3)
+    top = tl.max(tl.maximum(tl.maximum(top0, top1), tl.maximum(top2, top3)), 0)
     broken = top >= _INFINITY
     exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
-    bytes_t = _e4m3(values, exponent[None, None, :], broken[None, None, :]).to(tl.int32)
-    packed = tl.sum(bytes_t << (8 * tl.arange(0, 4))[:, None, None], 0)
+    inverse = _power_of_two(-exponent)[None, :]
+    word = tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        [quarter0 * inverse, quarter1 * inverse, quarter2 * inverse, quarter3 * inverse],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    step, column = tl.arange(0, 32), tl.arange(0, 128)
     first_word = first_row // 4
-    inside_t = (step[:, None] < stride_t - first_word) & (column[None, :] < K - first_column)
+    inside = (step[:, None] < stride_t - first_word) & (column[None, :] < columns)
     corner_t = first_column.to(tl.int64) * stride_t + first_word
-    tl.store(words_t + corner_t + column[None, :] * stride_t + step[:, None], packed, mask=inside_t)
+    tl.store(words_t + corner_t + column[None, :] * stride_t + step[:, None], word, mask=inside)
     scale_t = scales_t + first_column.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(scale_t + column * tl.num_programs(0), _fp8_scale(exponent, broken), mask=column < K - first_column)
+    tl.store(scale_t + column * tl.num_programs(0), _fp8_scale(exponent, broken), mask=column < columns)
+
+
+@triton.jit
+def _quarter(x, codes, scale, rows, columns, K, INDEX: tl.constexpr):
+    """Quantise rows INDEX, INDEX + 4, .. of a tile; returns their values and magnitude bits."""
+    row, column = tl.arange(0, 32) * 4 + INDEX, tl.arange(0, 128)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    place = row[:, None] * K + column[None, :]
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    bits = _magnitude_bits(values)
+    top = tl.max(bits, 1)
+    broken = top >= _INFINITY
+    exponent = _scale_exponent(tl.where(broken, 0, top), _E4M3_EXPONENT, _E4M3_MANTISSA)
+    tl.store(codes + place, _e4m3(values, exponent[:, None]), mask=inside)
+    tl.store(scale + row * tl.num_programs(1), _fp8_scale(exponent, broken), mask=row < rows)
+    return values, bits

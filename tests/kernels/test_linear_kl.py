@@ -113,7 +113,8 @@ def test_value_and_gradients_equal_float64(name, divergence, device):
     found = run(case.to(device, torch.float32), divergence=divergence, chunk_bytes=1 << 18)
     # A gradient may be a difference of equal terms as large as the KL: what it is a sum of rounds in their measure.
     terms = 1e-7 * float(expected[1].max()) * float(case.weight_N.norm())
-    slacks = (0.0, 0.0, terms * float(case.w_VD.norm()), terms * float(case.h_ND.norm()))
+    rounding = 1e-7 * float(case.weight_N.sum()), 1e-7 * len(case.weight_N) ** 0.5
+    slacks = (*rounding, terms * float(case.w_VD.norm()), terms * float(case.h_ND.norm()))
     for quantity, ours, theirs, exact, slack in zip(
         ("loss", "kl", "dh", "dw"), found, plain, expected, slacks, strict=True
     ):

@@ -197,20 +197,25 @@ def test_what_cannot_be_meant_is_refused():
 
 
 def outputs(impl, x, device):
-    """Everything that the six casts make of x, by one implementation."""
+    """Everything that the six casts make of x, by one implementation; codes of blocks that are NaN are blanked."""
     x = x.to(device)
     whole = x[:, : x.shape[1] // 32 * 32].contiguous()
     blocks, scales = quant.mxfp4_quantize(whole, impl=impl)
-    return [
-        blocks,
+    tensors = [
+        blocks.masked_fill((scales == 255).repeat_interleave(16, 1), 0),
         scales,
         quant.mxfp4_dequantize(blocks, scales, torch.float32, impl=impl),
         quant.mxfp4_dequantize(blocks, scales, torch.bfloat16, impl=impl),
         *quant.mxfp4_to_fp8(blocks, scales, impl=impl),
-        *quant.fp8_quantize_tiles(x, impl=impl),
-        *quant.fp8_quantize_rows(x, impl=impl),
-        *quant.fp8_quantize_both(x, impl=impl),
     ]
+    pairs = [quant.fp8_quantize_tiles(x, impl=impl), quant.fp8_quantize_rows(x, impl=impl)]
+    both = quant.fp8_quantize_both(x, impl=impl)
+    for codes, fp8_scales in (*pairs, both[:2], both[2:]):
+        height = 1 if fp8_scales.shape[0] == codes.shape[0] else 128
+        blank = fp8_scales.isnan().repeat_interleave(height, 0).repeat_interleave(128, 1)
+        blank = blank[: codes.shape[0], : codes.shape[1]]
+        tensors += [codes.contiguous().view(torch.uint8).masked_fill(blank, 0), fp8_scales]
+    return tensors
 
 
 @GPU
