@@ -21,6 +21,7 @@ import torch
 
 from ml.checkpoint import load_model
 from ml.model import PackedCausal
+from schemas.errors import ContractError
 from tests.training_world import World, make_world, plan_rows, world_of
 
 ROOT = Path(__file__).parents[2]
@@ -217,8 +218,13 @@ def results(tmp_path_factory, world, models) -> dict[int, dict[str, Any]]:
     common.append(scenario("untied", plan, folder=models["untied"]))
     common.append(scenario("untied-3", plan, folder=models["untied"], zero_stage=3))
     common.append(scenario("bf16", plan, precision="bf16", compute="bf16"))
+    for stage in (1, 3):
+        broken = {0: torch.full((ROWS, WIDTHS[0]), torch.nan), 1: teacher_heads()[1]}
+        common.append(scenario(f"not_finite-{stage}", plan, teachers=broken, zero_stage=stage))
     common.append(its_own_teacher(world, models["tied"]))
+    wider = {0: torch.zeros(ROWS, WIDTHS[0] + 1), 1: teacher_heads()[1]}
     single = [scenario("no_checkpointing", plan, checkpoint_layers=False)]
+    single.append(scenario("wider_head", plan, teachers=wider))
     out = {}
     for ranks in (1, 2):
         folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
@@ -324,6 +330,21 @@ def test_bf16_gradients_point_where_float64_does(results, one_step):
             found = gradient(result, name)
             cosine = float((found * grad).sum() / (found.norm() * grad.norm()))
             assert cosine > 0.99, name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gradient_that_is_not_finite_is_an_error_and_no_skipped_step(results, stage, ranks):
+    error = results[ranks][f"not_finite-{stage}"]["error"]
+    assert isinstance(error, ContractError)
+    assert error.where == "optimizer step 0"
+
+
+def test_hidden_states_that_do_not_fit_their_head_name_both_widths(results):
+    error = results[1]["wider_head"]["error"]
+    assert isinstance(error, ContractError)
+    assert (error.where, error.found) == ("teacher 0", str(WIDTHS[0]))
+    assert str(WIDTHS[0] + 1) in error.expected
 
 
 def test_a_student_that_is_its_teacher_learns_nothing(results):

@@ -1,0 +1,107 @@
+"""State folders: whole or not there, and any damage named."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ml.train import state as state_module
+from ml.train.state import load_state, newest_state, save_state
+from schemas.errors import FormatError, StoreError
+
+FACTS = {"steps": 3, "metrics": [{"name": "loss", "value": 0.1}]}
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a.weight": (5, 3), "exp_avg.a.weight": (5, 3), "empty": (0,), "one": (1,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_what_is_saved_is_read_back_bit_for_bit_over_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_module, "_SHARD_BYTES", 64)
+    save_state(tmp_path / "s", tensors().items(), FACTS)
+    assert len(list((tmp_path / "s").glob("*.safetensors"))) == 2
+    state = load_state(tmp_path / "s")
+    assert state is not None
+    assert state.facts == FACTS
+    assert set(state.files) == set(tensors())
+    for name, tensor in tensors().items():
+        assert torch.equal(state.read(name), tensor)
+    with pytest.raises(FormatError, match="no such tensor"):
+        state.read("b.weight")
+
+
+def test_equal_tensors_give_equal_bytes(tmp_path):
+    for name in ("a", "b"):
+        save_state(tmp_path / name, tensors().items(), FACTS)
+    files = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("a", "b")]
+    assert files[0] == files[1]
+
+
+def test_a_folder_without_its_marker_does_not_count(tmp_path):
+    assert newest_state(tmp_path, "step-") is None
+    for step in (1, 2, 10):
+        save_state(tmp_path / f"step-{step:06d}", tensors(step).items(), {"steps": step})
+    (tmp_path / "step-000010" / "state.json").unlink()
+    (tmp_path / "step-000011").mkdir()
+    (tmp_path / "step-notes").mkdir()
+    state = newest_state(tmp_path, "step-")
+    assert state is not None
+    assert state.facts == {"steps": 2}
+
+
+def test_saving_again_replaces(tmp_path):
+    save_state(tmp_path / "s", tensors(0).items(), {"steps": 1})
+    save_state(tmp_path / "s", tensors(1).items(), {"steps": 2})
+    state = load_state(tmp_path / "s")
+    assert state is not None
+    assert torch.equal(state.read("a.weight"), tensors(1)["a.weight"])
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "marker"])
+def test_damage_is_named(tmp_path, damage):
+    save_state(tmp_path / "s", tensors().items(), FACTS)
+    path: Path = tmp_path / "s" / ("state.json" if damage == "marker" else "tensors-00000.safetensors")
+    data = path.read_bytes()
+    if damage == "remove":
+        path.unlink()
+    elif damage == "flip":
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    else:
+        path.write_bytes(data[:-1])
+    with pytest.raises(FormatError, match=path.name):
+        load_state(tmp_path / "s")
+
+
+@pytest.mark.parametrize("failing", range(1, 6))
+def test_a_disk_that_fails_at_any_sync_leaves_the_earlier_state(tmp_path, monkeypatch, failing):
+    save_state(tmp_path / "step-000001", tensors(1).items(), {"steps": 1})
+    calls = 0
+    real = os.fsync
+
+    def fsync(descriptor):
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    # Syncs: the file of tensors, the marker, the folder, the folder's parent.
+    if failing <= 4:
+        with pytest.raises(StoreError, match="No space"):
+            save_state(tmp_path / "step-000002", tensors(2).items(), {"steps": 2})
+    else:
+        save_state(tmp_path / "step-000002", tensors(2).items(), {"steps": 2})
+    monkeypatch.undo()
+    state = newest_state(tmp_path, "step-")
+    assert state is not None
+    # Renamed but its parent not synced: complete now, and after a power cut either there or not.
+    assert state.facts["steps"] == (1 if failing <= 3 else 2)
+    assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
