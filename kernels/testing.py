@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,6 +45,28 @@ def median_ms(call: Callable[[], object], *, repeats: int = 20, warmup: int = 3)
         stop.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(stop) for start, stop in events)
+
+
+def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 4) -> float:
+    """Median microseconds of one of the calls, which follow each other in one captured graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    times = []
+    for _ in range(9):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / (repeats * len(calls)))
+    return statistics.median(times)
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

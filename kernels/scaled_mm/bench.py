@@ -1,12 +1,11 @@
 """Figures of the products against cuBLAS bf16: small-M MXFP4, large-M FP8, FP8 training, the cost of row invariance.
 
-Weights of small products rotate over five copies, so that none is read from the L2 cache. Launches of small products
-are replayed from a CUDA graph: a rollout's decode step runs in one.
+Weights of small products rotate over five copies, so that none is read from the L2 cache. All calls are replayed from
+CUDA graphs, ours and the peers', so that figures hold the device's time and no launches.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from kernels.quant import fp8_quantize_rows, fp8_quantize_tiles
 from kernels.scaled_mm import fp8_linear, fp8_mm, mxfp4_mm, pack_mxfp4, row_invariant_mm, self_test
 from kernels.scaled_mm.mxfp4 import decoded_copy
-from kernels.testing import check, environment, figure, median_ms, relative_error
+from kernels.testing import check, environment, figure, graph_us, relative_error
 
 #: (N, K) of linears of Llama and Qwen models and of a 7168-wide one.
 MODEL_SHAPES = (
@@ -24,28 +23,6 @@ MODEL_SHAPES = (
     *((2048, 2048), (8192, 2048), (2048, 8192), (4096, 4096), (14336, 4096), (4096, 14336)),
     *((896, 4864), (4864, 896), (2112, 7168), (7168, 2048), (7168, 7168), (8192, 8192)),
 )
-
-
-def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 4) -> float:
-    """Median microseconds of one of the calls, which follow each other in one captured graph."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    times = []
-    for _ in range(9):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / (repeats * len(calls)))
-    return statistics.median(times)
 
 
 def _default_library() -> None:
@@ -85,10 +62,10 @@ def large_rows(figures: dict, peers: dict) -> None:
     x_MK, w_NK = _normal(8192, 8192), _normal(8192, 8192, scale=0.02)
     weight = fp8_quantize_tiles(w_NK)
     _default_library()
-    bf16 = median_ms(lambda: x_MK @ w_NK.T)
+    bf16 = graph_us([lambda: x_MK @ w_NK.T]) / 1e3
     product = fp8_mm(*fp8_quantize_rows(x_MK), *weight)
     check(relative_error(product[:256], x_MK[:256].double() @ w_NK.double().T) < 0.05, "fp8_mm at 8192^3")
-    fp8 = median_ms(lambda: fp8_mm(*fp8_quantize_rows(x_MK), *weight))
+    fp8 = graph_us([lambda: fp8_mm(*fp8_quantize_rows(x_MK), *weight)]) / 1e3
     figures["fp8_8192"] = figure(bf16 / fp8, "x cuBLAS bf16", ">= 1.5")
     figures["fp8_8192_ms"] = figure(fp8, "ms", "")
     peers["cublas_bf16_8192"] = {"value": bf16, "unit": "ms", "version": torch.__version__}
@@ -105,7 +82,7 @@ def training(figures: dict, peers: dict) -> None:
 
     for found, wanted in zip(step(fp8_linear), step(F.linear), strict=True):
         check(relative_error(found[:256], wanted[:256]) < 0.05, "a gradient of fp8_linear")
-    bf16, fp8 = median_ms(lambda: step(F.linear)), median_ms(lambda: step(fp8_linear))
+    bf16, fp8 = (graph_us([partial(step, linear)]) / 1e3 for linear in (F.linear, fp8_linear))
     figures["fp8_training"] = figure(bf16 / fp8, "x bf16 linear", ">= 1.35")
     figures["fp8_training_ms"] = figure(fp8, "ms", "")
     peers["bf16_linear"] = {"value": bf16, "unit": "ms", "version": torch.__version__}

@@ -34,6 +34,11 @@ def library_fp8_mm(
     K runs along the rows of both operands; a row may start anywhere that is a multiple of 16.
     """
     outputs, columns = w_codes.shape
+    rows = len(x_codes)
+    if 0 < rows < 16:
+        # The library has no product of one row.
+        wider = F.pad(x_codes.view(torch.uint8), (0, 0, 0, 16 - rows)).view(x_codes.dtype)
+        return library_fp8_mm(wider, F.pad(x_scales, (0, 0, 0, 16 - rows)), w_codes, w_scales, dtype)[:rows]
     if outputs % 16 or columns % 16:
         raise ContractError("fp8_mm", expected="a weight of multiples of 16", found=f"{outputs} x {columns}")
     by_row = len(w_scales) == outputs and outputs != 1

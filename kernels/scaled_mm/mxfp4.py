@@ -37,10 +37,10 @@ from kernels.scaled_mm.packing import Mxfp4Weight
 
 #: Rows of x from which a decoded copy of the weight and the dense product are faster.
 DECODED_COPY_ROWS = 1024
-#: Largest number of rows of x -> rows a program, buffers of 128 columns, longest run. A longer run hides more of its
-#: decoding, and holds its operands in registers that the sums of many rows need.
-PLANS = {16: (16, 12, 4), 32: (32, 12, 4), 64: (64, 10, 4)}
-LARGEST_PLAN = (128, 5, 2)
+#: Largest number of rows of x -> rows a program, buffers, tiles of 64 columns a buffer, most buffers a turn. A longer
+#: turn hides more of its decoding, and holds operands in registers that the sums of many rows need.
+PLANS = {16: (16, 8, 4, 2), 32: (32, 6, 4, 2), 64: (64, 5, 4, 2)}
+LARGEST_PLAN = (128, 5, 2, 2)
 
 
 def _decode_word(word: int, upper: int, lower: int, out: int) -> str:
@@ -117,44 +117,46 @@ def _compute(
     steps,
     RUN: gl.constexpr,
 ):
-    """Runs TURN, TURN + 2, ... of RUN steps each, of the program's 64 rows of the weight against its rows of x."""
+    """Turns TURN, TURN + 2, ... of RUN steps each: the program's 64 rows of the weight against its rows of x."""
     BUFFERS: gl.constexpr = words_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
+    TILES: gl.constexpr = words_smem.shape[1] // 16
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0])
     exponent_layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, word_layout)))
-    run_parent: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2 * RUN], [1, 8, 4, 1], [4, 1, 1, 1], [3, 2, 1, 0])
+    run_parent: gl.constexpr = gl.BlockedLayout([1, 1, 1, TILES * RUN], [1, 8, 4, 1], [4, 1, 1, 1], [3, 2, 1, 0])
     run_layout: gl.constexpr = gl.SliceLayout(2, run_parent)
     load_layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     tile_n = gl.program_id(0)
     warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, run_layout)))
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, run_layout)))
-    part = gl.arange(0, 2 * RUN, gl.SliceLayout(0, gl.SliceLayout(1, run_layout)))
-    exponents_ptr += tile_n.to(gl.int64) * steps * 64
+    part = gl.arange(0, TILES * RUN, gl.SliceLayout(0, gl.SliceLayout(1, run_layout)))
+    exponents_ptr += tile_n.to(gl.int64) * steps * (TILES * 32)
     exponents_ptrs = exponents_ptr + (warp[:, None, None] * 8 + row[None, :, None] + part[None, None, :] * 32)
     runs = steps // RUN
     sum_NM = gl.zeros([64, BLOCK_M], gl.float32, sum_layout)
-    exponents = gl.load(exponents_ptrs + gl.minimum(TURN, runs - 1) * (RUN * 64))
+    exponents = gl.load(exponents_ptrs + gl.minimum(TURN, runs - 1) * (RUN * TILES * 32))
     for run in range(TURN, runs, 2):
-        later = gl.load(exponents_ptrs + gl.minimum(run + 2, runs - 1) * (RUN * 64))
+        later = gl.load(exponents_ptrs + gl.minimum(run + 2, runs - 1) * (RUN * TILES * 32))
         operands = ()
         for i in gl.static_range(RUN):
             step = run * RUN + i
             slot = step % BUFFERS
             mbarrier.wait(full.index(slot), (step // BUFFERS) & 1)
-            for half in gl.static_range(2):
+            for tile in gl.static_range(TILES):
                 # The index is a constant of each register, so this picks one and adds nothing.
-                mine = gl.sum(gl.where(part[None, None, :] == 2 * i + half, exponents, 0), 2)
+                mine = gl.sum(gl.where(part[None, None, :] == TILES * i + tile, exponents, 0), 2)
                 mine = gl.convert_layout(mine, exponent_layout, assert_trivial=True)
-                words = words_smem.index(slot).slice(16 * half, 16, 0).load(load_layout)
+                words = words_smem.index(slot).slice(16 * tile, 16, 0).load(load_layout)
                 operands = operands + (_operand(words, mine, word_layout, sum_layout),)  # noqa: RUF005, Gluon has no unpacking
         # All of this run is decoded by the time the other group hands over its sums.
         mbarrier.wait(handed.index(TURN), (run // 2 + 1 - TURN) & 1)
         token = warpgroup_mma_init(sum_smem.load(sum_layout))
         for i in gl.static_range(RUN):
             x = x_smem.index((run * RUN + i) % BUFFERS)
-            token = warpgroup_mma(operands[2 * i], x.slice(0, 64, 1).permute((1, 0)), token, is_async=True)
-            token = warpgroup_mma(operands[2 * i + 1], x.slice(64, 64, 1).permute((1, 0)), token, is_async=True)
+            for tile in gl.static_range(TILES):
+                x_tile = x.slice(64 * tile, 64, 1).permute((1, 0))
+                token = warpgroup_mma(operands[TILES * i + tile], x_tile, token, is_async=True)
         sum_NM = warpgroup_mma_wait(0, deps=(token,))
         sum_smem.store(sum_NM)
         # One thread speaks for the group, so all of it must have stored, and be past the wait.
@@ -176,15 +178,16 @@ def _compute(
 def _load(words_desc, x_desc, words_smem, x_smem, full, empty, first_m, steps):
     BUFFERS: gl.constexpr = words_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
-    first_row = gl.program_id(0) * steps * 32
+    TILES: gl.constexpr = words_smem.shape[1] // 16
+    first_row = gl.program_id(0) * steps * (TILES * 16)
     for step in range(steps):
         slot = step % BUFFERS
         mbarrier.wait(empty.index(slot), ((step // BUFFERS) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), 4096 + BLOCK_M * 256)
+        mbarrier.expect(full.index(slot), TILES * (2048 + BLOCK_M * 128))
         tma.async_copy_global_to_shared(
-            words_desc, [first_row + step * 32, 0], full.index(slot), words_smem.index(slot)
+            words_desc, [first_row + step * (TILES * 16), 0], full.index(slot), words_smem.index(slot)
         )
-        tma.async_copy_global_to_shared(x_desc, [first_m, step * 128], full.index(slot), x_smem.index(slot))
+        tma.async_copy_global_to_shared(x_desc, [first_m, step * (TILES * 64)], full.index(slot), x_smem.index(slot))
 
 
 @gluon.jit
@@ -198,12 +201,13 @@ def _decode_mm(
     steps,
     BLOCK_M: gl.constexpr,
     BUFFERS: gl.constexpr,
+    TILES: gl.constexpr,
     RUN: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     first_m = gl.program_id(1) * BLOCK_M
-    words_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 32, 32], words_desc.layout)
-    x_smem = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_M, 128], x_desc.layout)
+    words_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, TILES * 16, 32], words_desc.layout)
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_M, TILES * 64], x_desc.layout)
     # Rows of sums would fall on the same banks.
     hand_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, BLOCK_M // 8 if BLOCK_M < 64 else 8, [1, 0])
     sum_smem = gl.allocate_shared_memory(gl.float32, [64, BLOCK_M], hand_layout)
@@ -263,7 +267,7 @@ def decoded_copy(weight: Mxfp4Weight) -> torch.Tensor:
         w_NK.view(torch.int32),
         weight.num_rows,
         weight.num_columns,
-        2 * weight.column_steps,
+        weight.column_tiles,
     )
     return w_NK
 
@@ -276,21 +280,22 @@ def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight) -> torch.Tensor:
     y_MN = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x_MK.device)
     if rows == 0:
         return y_MN
-    block_m, buffers, longest_run = next((plan for limit, plan in PLANS.items() if rows <= limit), LARGEST_PLAN)
-    steps = weight.column_steps
-    run = next(run for run in (4, 2, 1) if run <= longest_run and steps % run == 0)
-    words_layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.int32)
-    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 128], gl.bfloat16)
+    block_m, buffers, tiles, longest_run = next((plan for limit, plan in PLANS.items() if rows <= limit), LARGEST_PLAN)
+    steps = weight.column_tiles // tiles
+    run = 2 if longest_run == 2 and steps % 2 == 0 else 1
+    words_layout = gl.NVMMASharedLayout.get_default_for([tiles * 16, 32], gl.int32)
+    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, tiles * 64], gl.bfloat16)
     _decode_mm[(triton.cdiv(outputs, 64), triton.cdiv(rows, block_m))](
-        TensorDescriptor.from_tensor(weight.words, [32, 32], words_layout),
+        TensorDescriptor.from_tensor(weight.words, [tiles * 16, 32], words_layout),
         weight.exponents,
-        TensorDescriptor.from_tensor(x_MK, [block_m, 128], x_layout),
+        TensorDescriptor.from_tensor(x_MK, [block_m, tiles * 64], x_layout),
         y_MN,
         rows,
         outputs,
         steps,
         BLOCK_M=block_m,
         BUFFERS=buffers,
+        TILES=tiles,
         RUN=run,
         num_warps=4,
     )

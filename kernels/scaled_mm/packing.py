@@ -9,7 +9,7 @@ mantissa bits at BITS[p]: three of them are a bf16 with one shift and one mask.
 Exponents: one byte for each (warp, row, row + 8, group) of a tile, E8M0 scale + 126. The bf16 read out of a word is
 2^126 too small (bf16 has 8 exponent bits, E2M1 has 2), which the exponent makes up for.
 
-Invariant: unpack(pack(x)) == x. Tiles run over columns first; rows and columns are padded with zeros to 128.
+Invariant: unpack(pack(x)) == x. Tiles run over columns first; columns are padded with zeros to 256, rows to 64.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Mxfp4Weight:
     num_columns: int
 
     @property
-    def column_steps(self) -> int:
-        """Tiles along K, two at a time."""
-        return -(-self.num_columns // 128)
+    def column_tiles(self) -> int:
+        """Tiles along K, a multiple of four."""
+        return -(-self.num_columns // 256) * 4
 
 
 def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4Weight:
@@ -51,7 +51,7 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4Weight:
     largest = int(scales.max()) if scales.numel() else 0
     if largest > LARGEST_SCALE:
         raise ContractError("MXFP4 weight", expected=f"scale bytes up to {LARGEST_SCALE}", found=str(largest))
-    row_tiles, column_tiles = -(-num_rows // 128) * 2, -(-num_columns // 128) * 2
+    row_tiles, column_tiles = -(-num_rows // 64), -(-num_columns // 256) * 4
     pad_rows, pad_columns = row_tiles * 64 - num_rows, column_tiles * 64 - num_columns
     codes = torch.stack([blocks & 15, blocks >> 4], -1).reshape(num_rows, num_columns)
     codes = F.pad(codes, (0, pad_columns, 0, pad_rows))
@@ -71,7 +71,7 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4Weight:
 
 def unpack_mxfp4(weight: Mxfp4Weight) -> torch.Tensor:
     """The weight's values, bf16 [N, K], by plain torch on any device."""
-    column_tiles = 2 * weight.column_steps
+    column_tiles = weight.column_tiles
     row_tiles = weight.words.numel() // 512 // column_tiles
     halves = torch.stack([weight.words.flatten() & 0xFFFF, weight.words.flatten() >> 16 & 0xFFFF], -1)
     codes = torch.zeros(len(halves), 4, 2, dtype=torch.int32, device=halves.device)
