@@ -196,25 +196,34 @@ def test_what_cannot_be_meant_is_refused():
         quant.mxfp4_dequantize(torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8))
 
 
+def blanked(codes, scales):
+    """FP8 codes as bytes, 0 where the block's scale is NaN: those mean nothing."""
+    height = 1 if scales.shape[0] == codes.shape[0] else 128
+    blank = scales.isnan().repeat_interleave(height, 0).repeat_interleave(128, 1)
+    return codes.contiguous().view(torch.uint8).masked_fill(blank[: codes.shape[0], : codes.shape[1]], 0)
+
+
 def outputs(impl, x, device):
-    """Everything that the six casts make of x, by one implementation; codes of blocks that are NaN are blanked."""
+    """Everything that the six casts make of x, by one implementation."""
     x = x.to(device)
     whole = x[:, : x.shape[1] // 32 * 32].contiguous()
     blocks, scales = quant.mxfp4_quantize(whole, impl=impl)
+    codes, tile_scales, exact = quant.mxfp4_to_fp8(blocks, scales, impl=impl)
     tensors = [
         blocks.masked_fill((scales == 255).repeat_interleave(16, 1), 0),
         scales,
         quant.mxfp4_dequantize(blocks, scales, torch.float32, impl=impl),
         quant.mxfp4_dequantize(blocks, scales, torch.bfloat16, impl=impl),
-        *quant.mxfp4_to_fp8(blocks, scales, impl=impl),
+        *(blanked(codes, tile_scales), tile_scales, exact),
     ]
-    pairs = [quant.fp8_quantize_tiles(x, impl=impl), quant.fp8_quantize_rows(x, impl=impl)]
     both = quant.fp8_quantize_both(x, impl=impl)
-    for codes, fp8_scales in (*pairs, both[:2], both[2:]):
-        height = 1 if fp8_scales.shape[0] == codes.shape[0] else 128
-        blank = fp8_scales.isnan().repeat_interleave(height, 0).repeat_interleave(128, 1)
-        blank = blank[: codes.shape[0], : codes.shape[1]]
-        tensors += [codes.contiguous().view(torch.uint8).masked_fill(blank, 0), fp8_scales]
+    for pair in (
+        quant.fp8_quantize_tiles(x, impl=impl),
+        quant.fp8_quantize_rows(x, impl=impl),
+        both[:2],
+        both[2:],
+    ):
+        tensors += [blanked(*pair), pair[1]]
     return tensors
 
 
@@ -236,12 +245,22 @@ def test_kernels_decode_every_code_under_every_scale():
     for dtype in (torch.float32, torch.bfloat16):
         found = quant.mxfp4_dequantize(codes, scales, dtype, impl="kernel")
         assert torch.equal(bits(found), bits(quant.mxfp4_dequantize(codes, scales, dtype, impl="reference")))
-    for found, wanted in zip(
-        quant.mxfp4_to_fp8(codes, scales, impl="kernel"),
-        quant.mxfp4_to_fp8(codes, scales, impl="reference"),
-        strict=True,
-    ):
-        assert torch.equal(bits(found), bits(wanted))
+
+
+@GPU
+@pytest.mark.parametrize("spread", [0, 8, 11, 13, 14, 15, 16, 40, 250])
+def test_lossless_kernel_equals_reference_at_every_spread(spread):
+    generator = torch.Generator().manual_seed(spread)
+    for low in {1, min(120, 253 - spread), 253 - spread, 0}:
+        blocks = torch.randint(0, 256, (300, 160), dtype=torch.uint8, generator=generator)
+        blocks[torch.rand(300, 160, generator=generator) < 0.2] = 0
+        scales = torch.randint(low, low + spread + 1, (300, 10), generator=generator).to(torch.uint8)
+        blocks[:40, :32] = 0
+        found = quant.mxfp4_to_fp8(blocks.cuda(), scales.cuda(), impl="kernel")
+        wanted = quant.mxfp4_to_fp8(blocks, scales, impl="reference")
+        assert torch.equal(blanked(*found[:2]).cpu(), blanked(*wanted[:2]))
+        assert torch.equal(bits(found[1]), bits(wanted[1]))
+        assert torch.equal(found[2].cpu(), wanted[2])
 
 
 @GPU
