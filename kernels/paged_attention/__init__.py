@@ -53,7 +53,8 @@ def paged_attention(
 
     q_NHC: queries, bf16 (or fp32 on the CPU). The rows of sequence s are cu_rows_S1[s] : cu_rows_S1[s + 1]; n of
     them stand at positions kv_tokens_S[s] - n .. kv_tokens_S[s] - 1, and their keys are in the cache already.
-    k_cache_PTGC, v_cache_PTGC: contiguous, the dtype of q_NHC. page_table_SP, cu_rows_S1, kv_tokens_S: int32.
+    k_cache_PTGC, v_cache_PTGC: contiguous, the dtype of q_NHC, finite everywhere (allocate them zeroed: a key that
+    no row may see counts 0 times its value). page_table_SP, cu_rows_S1, kv_tokens_S: int32.
     Entries of the page table past a sequence's last page are not read. Scores are scaled by C ** -0.5.
     split_tokens: tokens between two cuts, a multiple of the page size or a divisor of it.
     impl: None takes the kernel on CUDA and the reference elsewhere; a name forces one.

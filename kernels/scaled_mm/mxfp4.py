@@ -36,7 +36,7 @@ from kernels.scaled_mm.dense import library_mm
 from kernels.scaled_mm.packing import Mxfp4Weight
 
 #: Rows of x from which a decoded copy of the weight and the dense product are faster.
-DECODED_COPY_ROWS = 1024
+DECODED_COPY_ROWS = 512
 #: Largest number of rows of x -> rows a program, buffers, tiles of 64 columns a buffer, most buffers a turn. A longer
 #: turn hides more of its decoding, and holds operands in registers that the sums of many rows need.
 PLANS = {16: (16, 8, 4, 2), 32: (32, 6, 4, 2), 64: (64, 5, 4, 2)}
