@@ -122,7 +122,7 @@ def _magnitude_bits(x):
 
 @triton.jit
 def _e4m3(x, exponent):
-    """Codes as bytes: Triton 3.6 corrupts some stores of its own FP8 type on Hopper."""
+    """Codes as bytes: Triton 3.6 can corrupt transposed stores of its own FP8 type on Hopper (its issue 11111)."""
     return (x * _power_of_two(-exponent)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
