@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels.packed_attention import _calls, packed_attention
+from kernels.packed_attention import packed_attention
+from kernels.packed_attention.kernel import calls
 from schemas.errors import ContractError
 
 
@@ -56,7 +57,7 @@ def test_offsets_that_do_not_cover_the_pack_are_refused(cu_tokens):
 
 def test_neighbours_share_a_call_where_one_kernel_takes_them():
     spans = [(0, 10), (10, 20), (20, 3020), (3020, 6020), (6020, 9021), (9021, 9022)]
-    assert _calls(spans) == [[0, 10, 20], [20, 3020, 6020], [6020, 9021], [9021, 9022]]
+    assert calls(spans) == [[0, 10, 20], [20, 3020, 6020], [6020, 9021], [9021, 9022]]
 
 
 @pytest.mark.gpu
