@@ -62,7 +62,7 @@ def disjoint_case() -> Case:
 
 def oracle(case: Case, divergence, temperature=1.0, vocab_size=None, dtype=torch.float64):
     """(loss, kl_N, grad_h, grad_w) by autograd over whole logits; masked rows are cut out beforehand."""
-    h, w = (x.to("cpu", dtype).requires_grad_() for x in (case.h_ND, case.w_VD))
+    h, w = (x.detach().to("cpu", dtype, copy=True).requires_grad_() for x in (case.h_ND, case.w_VD))
     V = vocab_size or w.shape[0]
     live = case.weight_N.cpu() != 0
     q = (h[live] @ w[:V].t() / temperature).log_softmax(1)
