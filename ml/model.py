@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -22,12 +22,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from kernels.paged_attention import paged_attention, write_kv
 from ml.linear import Linear, Precision, dense_precision, row_invariant_logits, weight_values
 from schemas.errors import ConfigError, ContractError
 
 #: attend(layer_index, q_NHC, k_NGC, v_NGC) -> o_NHC; q and k are rotated, all in the model's compute dtype.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+#: Where the sampler cuts a sequence's keys: absolute positions, since the cuts decide the bits.
+SPLIT_TOKENS = 64
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
@@ -394,3 +397,30 @@ class PackedCausal:
             o_1HTC = F.scaled_dot_product_attention(q_HTC[None], k_HTC[None], v_HTC[None], is_causal=True)
             parts.append(o_1HTC[0].transpose(0, 1))
         return torch.cat(parts)
+
+
+class SampledCausal:
+    """The sampler's own attention over packed whole sequences: paged, cut at the same positions, so the same bits.
+
+    cu_tokens: as in PackedCausal. No gradient. Each call builds the layer's pages and drops them again.
+    """
+
+    def __init__(self, cu_tokens: list[int]) -> None:
+        lengths = [end - first for first, end in pairwise(cu_tokens)]
+        counts = [-(-length // SPLIT_TOKENS) for length in lengths]
+        firsts = [0, *accumulate(counts)]
+        table_SP = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+        for sequence, (first, count) in enumerate(zip(firsts[:-1], counts, strict=True)):
+            table_SP[sequence, :count] = torch.arange(first, first + count, dtype=torch.int32)
+        self.num_pages = firsts[-1]
+        self.slots_N = torch.cat(
+            [torch.arange(n) + f * SPLIT_TOKENS for f, n in zip(firsts[:-1], lengths, strict=True)]
+        )
+        self.where = table_SP, torch.tensor(cu_tokens, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+
+    def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC) -> torch.Tensor:
+        device = q_NHC.device
+        k_PTGC, v_PTGC = (x.new_zeros(self.num_pages, SPLIT_TOKENS, *x.shape[1:]) for x in (k_NGC, v_NGC))
+        write_kv(k_NGC, v_NGC, k_PTGC, v_PTGC, self.slots_N.to(device))
+        where = (x.to(device) for x in self.where)
+        return paged_attention(q_NHC, k_PTGC, v_PTGC, *where, split_tokens=SPLIT_TOKENS)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ml.model import Transformer
+from ml.model import SPLIT_TOKENS, Transformer
 from ml.rollout.runner import Runner
 from ml.rollout.sampling import SamplingParams, sample
 from ml.rollout.scheduler import Rows, Scheduler
@@ -51,7 +51,7 @@ class EngineConfig:
     page_tokens: int
     num_pages: int
     prefill_chunk_tokens: int = 256
-    split_tokens: int = 64
+    split_tokens: int = SPLIT_TOKENS
     student_digest: str = ""
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from kernels.linear_kl import Divergence, linear_kl
 from ml.linear import Linear, Precision, dense_precision, row_invariant_logits, weight_values
-from ml.model import PackedCausal, Transformer
+from ml.model import PackedCausal, SampledCausal, Transformer
 from ml.train.heads import TeacherHeads
 from ml.train.loader import MicroBatch
 from schemas.errors import ContractError
@@ -114,8 +114,13 @@ class Student(nn.Module):
         self.head = StudentHead(transformer, settings)
 
     def forward(self, batch: MicroBatch, heads: TeacherHeads | None = None, want_logprobs: bool = False):
-        """As StudentHead.forward, from token ids. Without gradients every product is row-invariant, as in rollout."""
-        h_ND = self.transformer(batch.ids_N, batch.positions_N, PackedCausal(batch.cu_tokens))
+        """As StudentHead.forward, from token ids.
+
+        Without gradients every product is row-invariant, as in rollout; without heads (nothing to learn, only
+        log-probabilities to recompute) attention is the sampler's too.
+        """
+        attention = PackedCausal if heads is not None else SampledCausal
+        h_ND = self.transformer(batch.ids_N, batch.positions_N, attention(batch.cu_tokens))
         return self.head(h_ND, batch, heads, want_logprobs)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ml.checkpoint import load_model
-from ml.model import Transformer
+from ml.model import SPLIT_TOKENS, SampledCausal, Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
 from ml.rollout.runner import Runner
 from ml.rollout.sampling import SamplingParams
@@ -491,3 +491,34 @@ def test_nan_logits_name_trajectory_and_position():
     with pytest.raises(ContractError, match="trajectory bad, position 3"):
         run(one)
     assert log.tokens == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_logged_log_probabilities_are_recomputed_from_a_pack_without_mismatch(kind, compute):
+    """What training measures as the sampler's mismatch: another code path, whole sequences, one pack."""
+    _, ours, small = models(kind)
+    model = ours if compute == "fp32" else small
+    everything = requests(6)
+    finished = run_all(model, everything)
+    ids, cu_tokens, positions = [], [0], []
+    for request in everything:
+        whole = [*request.prompt_ids, *finished[request.trajectory_id].response_ids]
+        ids += whole
+        positions += range(len(whole))
+        cu_tokens.append(len(ids))
+    with torch.no_grad():
+        h_ND = model(torch.tensor(ids), torch.tensor(positions), SampledCausal(cu_tokens))
+        logprobs_NV = torch.log_softmax(model.logits(h_ND, VOCABULARY).double(), 1)
+    for request, first in zip(everything, cu_tokens, strict=False):
+        done = finished[request.trajectory_id]
+        rows = first + len(request.prompt_ids) - 1 + torch.arange(len(done.response_ids))
+        again = logprobs_NV[rows, torch.tensor(done.response_ids)]
+        torch.testing.assert_close(again, torch.tensor(done.logprobs_raw).double(), rtol=1e-6, atol=1e-6)
+
+
+def run_all(model: Transformer, everything: list[Request]) -> dict[str, Finished]:
+    one = engine(model, replace(CONFIG, page_tokens=SPLIT_TOKENS, split_tokens=SPLIT_TOKENS))
+    for request in everything:
+        one.add(request)
+    return run(one)
