@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -22,24 +23,30 @@ def _number(value: Any, digits: int = 4) -> str:
 
 
 def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) -> Table:
+    """A column an iteration, so that any number of teachers fits a terminal."""
     table = Table(title=f"run {config.run_id}", title_justify="left")
-    for name in ("iteration", "trajectories", "tokens sampled", "train reward", "held-out reward"):
-        table.add_column(name, justify="right")
-    for teacher in ("all teachers", *config.teacher_ids):
-        table.add_column(f"held-out KL\n{teacher}", justify="right")
-    table.add_column("head loads\na mini-batch", justify="right")
-    table.add_column("log-prob mismatch\nsampler max", justify="right")
+    table.add_column("iteration")
     for stages in results:
-        rolled, trained = stages["rollout"].stats, stages["train"].stats
-        kl = [
-            f"{_number(trained['heldout_kl_before'][k])} -> {_number(trained['heldout_kl_after'][k])}"
-            for k in ("all", *config.teacher_ids)
-        ]
-        table.add_row(
-            str(stages["rollout"].iteration), str(int(rolled["trajectories"])), str(int(rolled["sampled_tokens"])),
-            _number(rolled.get("train_reward"), 3), _number(rolled.get("heldout_reward"), 3), *kl,
-            _number(trained["head_loads_per_mini_batch"], 0), _number(trained["mismatch_sampler_max"], 6),
-        )  # fmt: skip
+        table.add_column(str(stages["rollout"].iteration), justify="right")
+    rolled = [stages["rollout"].stats for stages in results]
+    trained = [stages["train"].stats for stages in results]
+
+    def row(name: str, values: Iterable[str]) -> None:
+        table.add_row(name, *values)
+
+    row("trajectories", (str(int(s["trajectories"])) for s in rolled))
+    row("tokens sampled", (str(int(s["sampled_tokens"])) for s in rolled))
+    row("mean reward, training prompts", (_number(s.get("train_reward"), 3) for s in rolled))
+    row("mean reward, held-out prompts", (_number(s.get("heldout_reward"), 3) for s in rolled))
+    for key in ("all", *config.teacher_ids):
+        name = "all teachers" if key == "all" else f"teacher {key}"
+        row(
+            f"held-out KL to {name}, before -> after",
+            (f"{_number(s['heldout_kl_before'][key])} -> {_number(s['heldout_kl_after'][key])}" for s in trained),
+        )
+    row("teacher head loads a mini-batch", (_number(s["head_loads_per_mini_batch"], 0) for s in trained))
+    row("log-prob mismatch in the sampler's precision, mean", (_number(s["mismatch_sampler_mean"], 6) for s in trained))
+    row("log-prob mismatch as trained, mean", (_number(s["mismatch_trained_mean"], 6) for s in trained))
     return table
 
 
@@ -47,7 +54,7 @@ def print_campaign(
     config: RunConfig, results: list[dict[str, StageResult]], notes: dict[str, Any], *, seconds: float
 ) -> None:
     """The end of `opd run`."""
-    console = Console(width=max(120, Console().width))
+    console = Console()
     console.print(_iterations_table(config, results))
     drill = next((s["rollout"].stats["drill"] for s in results if "drill" in s["rollout"].stats), None)
     if drill:

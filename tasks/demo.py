@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tasks.prompts import gym
+
 STUDENT, TUNED = "smollm2-135m-instruct", "smollm2-135m-tuned"
 _EXAMPLES = 96
 
@@ -23,7 +25,5 @@ def prepare(folder: str | Path) -> None:
 
 
 def _examples():
-    import reasoning_gym
-
-    entries = reasoning_gym.create_dataset("family_relationships", size=_EXAMPLES, seed=991)
+    entries = gym().create_dataset("family_relationships", size=_EXAMPLES, seed=991)
     return [([{"role": "user", "content": e["question"]}], str(e["answer"])) for e in entries]

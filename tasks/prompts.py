@@ -6,7 +6,11 @@ are walked slice by slice, one new permutation an epoch, so every prompt is used
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
+import warnings
+from types import ModuleType
 from typing import Any
 
 from schemas import keys
@@ -16,11 +20,20 @@ from schemas.errors import ConfigError
 GYM_VERIFIER = "reasoning_gym"
 
 
-def _gym_rows(dataset: GymDataset, seed: int) -> list[dict[str, Any]]:
-    import reasoning_gym
-
+@functools.cache
+def gym() -> ModuleType:
+    """reasoning-gym, without the syntax warnings of what it imports. Raises ConfigError when it is not installed."""
     try:
-        entries = reasoning_gym.create_dataset(dataset.name, size=dataset.size, seed=seed, **dataset.params)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise ConfigError("prompts", expected="package reasoning-gym (extra: demo)", found=str(error)) from error
+
+
+def _gym_rows(dataset: GymDataset, seed: int) -> list[dict[str, Any]]:
+    try:
+        entries = gym().create_dataset(dataset.name, size=dataset.size, seed=seed, **dataset.params)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(
             f"prompts.datasets, {dataset.name}", expected="a data set of reasoning-gym and its parameters",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from schemas.errors import ConfigError, StageError
-from tasks.prompts import GYM_VERIFIER
+from tasks.prompts import GYM_VERIFIER, gym
 from tasks.text import Tokenizer
 
 Verifier = Callable[[str, dict[str, Any]], float]
@@ -25,9 +25,7 @@ _FINAL = re.compile(r"(?:answer is|answer:|=|is)\s*[\"'*$]*(-?[A-Za-z0-9][A-Za-z
 
 @functools.cache
 def _gym_dataset(name: str):
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, size=1, seed=0)
+    return gym().create_dataset(name, size=1, seed=0)
 
 
 def _reasoning_gym(text: str, prompt: dict[str, Any]) -> float:
