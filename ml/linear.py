@@ -71,8 +71,8 @@ def row_invariant_linear(x_NI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.T
 def row_invariant_logits(h_ND: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
     """fp32 logits [N, V] of final states h (fp32 or bf16) and a head w of h's dtype or fp32; rows as above.
 
-    With bf16 states the products are of bf16 numbers and the sum, and the result, are fp32: logits rounded to bf16
-    would be wrong by up to 0.06 near 16. On the CPU such a head is best kept in fp32 (values on the bf16 grid), which
+    With bf16 states w must be on the bf16 grid (`weight_values`), in either dtype; the sum, and the result, are fp32:
+    logits rounded to bf16 would be wrong by up to 0.06 near 16. On the CPU such a head is best kept in fp32, which
     saves a conversion a call.
     """
     if h_ND.dtype == torch.float32:
@@ -80,7 +80,7 @@ def row_invariant_logits(h_ND: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor
     if h_ND.device.type == "cpu":
         matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
         before = matmul.fp32_precision
-        # oneDNN rounds both operands to bf16, which changes nothing here, and keeps fp32 sums: twice the fp32 speed.
+        # oneDNN may round both operands to bf16, which changes nothing here, and keeps fp32 sums: twice the fp32 speed.
         matmul.fp32_precision = "bf16"
         try:
             return _fixed_row_products(h_ND.float(), w_VD.float())

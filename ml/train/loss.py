@@ -96,7 +96,8 @@ class StudentHead(nn.Module):
     @torch.no_grad()
     def _logprobs(self, h_ND, w_VD, rows_R, ids_R) -> torch.Tensor:
         """fp32 [R]: log softmax over the shared vocabulary at temperature 1."""
-        w_VD = w_VD.detach()[: self.settings.vocab_size]
+        # The CPU's products may use more of a master than its bf16 values, so they are taken here.
+        w_VD = weight_values(w_VD.detach()[: self.settings.vocab_size], self.precision)
         chunk = max(1, self.settings.chunk_bytes // (_BYTES_PER_LOGPROB * w_VD.shape[0]))
         out = []
         for rows, ids in zip(rows_R.split(chunk), ids_R.split(chunk), strict=True):

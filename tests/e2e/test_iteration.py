@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from infra import tables
 from tests.tiny import tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.spark]
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -87,40 +92,119 @@ def opd(*arguments: str | Path, folder: Path, status: int = 0) -> str:
 
 
 def object_bytes(data: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(data)): p.read_bytes() for p in data.rglob("*") if p.is_file()}
+    """Everything under the root but heartbeats and the run's leases, which each start adds to."""
+    found = {str(p.relative_to(data)): p.read_bytes() for p in data.rglob("*") if p.is_file()}
+    return {k: v for k, v in found.items() if "/heartbeats/" not in k and "/lease/" not in k}
 
 
-@pytest.mark.slow
-@pytest.mark.spark
-def test_the_loop_closes(tmp_path):
-    config = write_config(tmp_path)
-    data = tmp_path / "data"
-    out = opd("run", config, folder=tmp_path)
+def output_digests(data: Path) -> dict[tuple[int, str], str]:
+    manifests = [json.loads(p.read_text()) for p in data.glob("runs/tiny/*/*/*/manifest.json")]
+    return {(m["iteration"], m["stage"]): m["output_digest"] for m in manifests}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """(folder, configuration, output) of a campaign that ran to its end; one worker was killed by its drill."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_config(folder)
+    return folder, config, opd("run", config, folder=folder)
+
+
+def test_the_loop_closes(finished):
+    folder, _, out = finished
     assert "0 acknowledged tokens lost, 0 regenerated" in out
     assert "opd verify tiny" in out
-    report = opd("verify", "tiny", "--data", data, folder=tmp_path)
-    assert "0 breaches" in report
+    assert "0 breaches" in opd("verify", "tiny", "--data", folder / "data", folder=folder)
+    assert set(output_digests(folder / "data")) == {
+        (i, stage) for i in (0, 1) for stage in ("rollout", "teach", "dispatch", "train")
+    }
 
-    before = {k: v for k, v in object_bytes(data).items() if "/heartbeats/" not in k and "/lease/" not in k}
-    again = opd("run", config, folder=tmp_path)
-    assert "already finished" in again
-    after = {k: v for k, v in object_bytes(data).items() if "/heartbeats/" not in k and "/lease/" not in k}
-    assert after == before, "a finished campaign changes nothing"
 
-    changed = opd("run", config, "--set", "train.learning_rate=1e-3", folder=tmp_path, status=5)
+def test_the_trainer_sees_the_weights_that_have_sampled(finished):
+    """Also after an update, when the FP32 masters lie off the bf16 grid that both compute on."""
+    rows = tables.read_rows(str(finished[0] / "data"), "metrics", {"run_id": "tiny", "stage": "train"})
+    found = {r["iteration"]: r["value"] for r in rows if r["name"] == "mismatch_sampler_max"}
+    assert set(found) == {0, 1}
+    assert max(found.values()) < 2e-5
+
+
+def test_a_finished_campaign_changes_nothing(finished):
+    folder, config, _ = finished
+    before = object_bytes(folder / "data")
+    assert "already finished" in opd("run", config, folder=folder)
+    assert object_bytes(folder / "data") == before
+
+
+def test_a_lost_table_comes_back_from_the_manifests(finished):
+    folder, config, _ = finished
+    shutil.rmtree(folder / "data" / "tables" / "plan")
+    broken = opd("verify", "tiny", "--data", folder / "data", folder=folder, status=1)
+    assert "the tables differ from its manifest" in broken
+    opd("run", config, folder=folder)
+    assert "0 breaches" in opd("verify", "tiny", "--data", folder / "data", folder=folder)
+
+
+def test_a_changed_configuration_is_refused(finished):
+    folder, config, _ = finished
+    changed = opd("run", config, "--set", "train.learning_rate=1e-3", folder=folder, status=5)
     assert "--from-iteration" in changed
     assert "train.learning_rate: 0.01 -> 0.001" in changed
 
-    reference = json.loads(opd("train", config, "--iteration", "1", folder=tmp_path).partition("{")[2].join(["{", ""]))
-    assert reference["stage"] == "train"
-    shown = opd("show", "tiny", "--data", data, folder=tmp_path)
-    assert "question" in shown
+
+def test_one_stage_alone_and_questions(finished):
+    folder, config, _ = finished
+    data = folder / "data"
+    out = opd("train", config, "--iteration", "1", folder=folder)
+    assert '"stage": "train"' in out
+    assert "0 to 1" in opd("train", config, "--iteration", "2", folder=folder, status=2)
+    assert "question" in opd("show", "tiny", "--data", data, folder=folder)
     rows = opd(
         "sql", "SELECT count(*) n, count(DISTINCT prompt_id) p FROM opd.trajectories WHERE split = 'train'",
-        "--json", "--data", data, folder=tmp_path,
+        "--json", "--data", data, folder=folder,
     )  # fmt: skip
     assert '{"n": 20, "p": 10}' in rows
     ready = (
         "SELECT domain, count(*), avg(reward) FROM opd.trajectories JOIN opd.prompts USING (prompt_id) GROUP BY domain"
     )
-    assert "chain_sum" in opd("sql", ready, "--data", data, folder=tmp_path)
+    assert "chain_sum" in opd("sql", ready, "--data", data, folder=folder)
+
+
+def test_damage_is_found(finished):
+    folder, _, _ = finished
+    shard = next((folder / "data").rglob("tokens.safetensors"))
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    try:
+        report = opd("verify", "tiny", "--data", folder / "data", folder=folder, status=1)
+    finally:
+        shard.write_bytes(good)
+    assert "BREACH  objects hash to their manifest's digest" in report
+    assert str(shard.relative_to(folder / "data")) in report
+
+
+def test_a_killed_campaign_ends_with_the_same_bytes(finished, tmp_path):
+    """Killed with SIGKILL in rollout, stopped with SIGTERM in training, then left alone: nothing shows in the digests."""
+    config = write_config(tmp_path, kill="0")
+    environment = os.environ | {"PREFECT_HOME": str(finished[0] / "prefect")}
+
+    def started() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "run", str(config)],
+            cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def until(process: subprocess.Popen[str], pattern: str) -> None:
+        while not list(tmp_path.glob(pattern)):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+
+    with started() as process:
+        until(process, "scratch/tiny/wal/**/wal/000001.seg")
+        process.kill()
+    with started() as process:
+        until(process, "data/runs/tiny/00000/train/*/p00000/epochs/*.json")
+        process.terminate()
+        assert process.wait(120) == 75, process.communicate()
+    opd("run", config, folder=tmp_path)
+    assert output_digests(tmp_path / "data") == output_digests(finished[0] / "data")
+    assert "0 breaches" in opd("verify", "tiny", "--data", tmp_path / "data", folder=tmp_path)
