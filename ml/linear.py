@@ -19,10 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Precision = Literal["fp32", "bf16"]
+from kernels.quant import mxfp4_dequantize, mxfp4_quantize
+
+Precision = Literal["fp32", "bf16", "mxfp4"]
 Compute = Literal["fp32", "bf16"]
 
 COMPUTE_DTYPES: dict[Compute, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+#: Columns that share one scale.
+MXFP4_COLUMNS = 32
 
 ROWS = 32
 _MIN_CUDA_ROWS = 16
@@ -32,25 +37,36 @@ _ALIGN_BYTES = 64
 def weight_values(w: torch.Tensor, precision: Precision) -> torch.Tensor:
     """The numbers that a weight stands for on a value grid, in w's own dtype and shape.
 
-    "fp32": w itself. "bf16": each element rounded to the nearest bf16, ties to even; the gradient passes straight
-    through to w.
+    "fp32": w itself. "bf16": each element rounded to the nearest bf16, ties to even. "mxfp4": w's MXFP4 code, for a
+    matrix whose columns are a multiple of MXFP4_COLUMNS; quantise the fp32 master, since rounding to bf16 first can
+    give other codes. The gradient of both passes straight through to w.
     """
     if precision == "fp32":
         return w
     if precision == "bf16":
         return w if w.dtype == torch.bfloat16 else _RoundToBf16.apply(w)
+    if precision == "mxfp4":
+        return _RoundToMxfp4.apply(w)
     raise ValueError(f"precision {precision!r}")
 
 
-class _RoundToBf16(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class _RoundToBf16(_StraightThrough):
     # A cast there and back would also round the gradient to bf16.
     @staticmethod
     def forward(ctx, w):
         return w.to(torch.bfloat16).to(w.dtype)
 
+
+class _RoundToMxfp4(_StraightThrough):
     @staticmethod
-    def backward(ctx, grad):
-        return grad
+    def forward(ctx, w):
+        return mxfp4_dequantize(*mxfp4_quantize(w), w.dtype)
 
 
 def row_invariant_linear(x_NI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from schemas.errors import ConfigError
 from schemas.keys import check_run_id
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "mxfp4"]
 
 
 def operational(default: Any, **constraints: Any) -> Any:
@@ -85,10 +86,34 @@ class GymDataset(Section):
         return self
 
 
+class PromptFile(Section):
+    path: str = location("JSONL or Parquet file of prompts, told by .jsonl or .parquet")
+    domain: str = Field("", description="of rows that name none; defaults to the file's name without its ending")
+    teachers: tuple[str, ...] = Field((), description="teacher ids of rows that name none")
+    verifier: str = Field("", description="of rows that name none: package.module:function; empty: no reward")
+
+    @model_validator(mode="after")
+    def _domain(self):
+        if not self.domain:
+            object.__setattr__(self, "domain", Path(self.path).stem)
+        return self
+
+
 class Prompts(Section):
-    datasets: tuple[GymDataset, ...] = Field(min_length=1)
+    datasets: tuple[GymDataset, ...] = ()
+    files: tuple[PromptFile, ...] = ()
     per_iteration: int = Field(24, gt=0)
     heldout: int = Field(8, ge=0, description="prompts set apart: sampled each iteration, never trained on")
+    verifier_timeout_seconds: float = operational(10.0, gt=0, description="a verifier call is killed after this time")
+    max_verifier_failures: int = operational(
+        0, ge=0, description="failed verifier calls that a rollout partition may have; their rewards are null"
+    )
+
+    @model_validator(mode="after")
+    def _some(self):
+        if not self.datasets and not self.files:
+            raise ConfigError("prompts", expected="at least one of datasets and files", found="neither")
+        return self
 
 
 class Rollout(Section):
@@ -189,13 +214,14 @@ class RunConfig(Section):
         repeated = sorted({i for i in ids if ids.count(i) > 1})
         if repeated:
             raise ConfigError("teachers", expected="each id once", found=f"{repeated[0]!r} again")
-        for dataset in self.prompts.datasets:
-            for teacher_id in dataset.teachers:
+        named = [(f"prompts.datasets, {d.name}, teachers", d.teachers) for d in self.prompts.datasets]
+        named += [(f"prompts.files, {f.path}, teachers", f.teachers) for f in self.prompts.files]
+        for where, teachers in named:
+            for teacher_id in teachers:
                 if teacher_id not in ids:
                     raise ConfigError(
-                        f"prompts.datasets, {dataset.name}, teachers", expected=f"one of {sorted(ids)}",
-                        found=repr(teacher_id) + _nearest(teacher_id, ids),
-                    )  # fmt: skip
+                        where, expected=f"one of {sorted(ids)}", found=repr(teacher_id) + nearest(teacher_id, ids)
+                    )
         return self
 
     @property
@@ -207,7 +233,8 @@ class RunConfig(Section):
         return next(t for t in self.teachers if t.id == self.teacher_ids[teacher_index])
 
 
-def _nearest(word: str, words: list[str]) -> str:
+def nearest(word: str, words: Sequence[str]) -> str:
+    """A hint to append to what was found, empty when no word is near."""
     near = difflib.get_close_matches(word, words, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -231,7 +258,7 @@ def _explain(error: ValidationError, source: str) -> ConfigError:
     if first["type"] == "extra_forbidden":
         names = _fields_at(path)
         return ConfigError(
-            where, expected=f"one of {', '.join(names)}", found=repr(path[-1]) + _nearest(str(path[-1]), names)
+            where, expected=f"one of {', '.join(names)}", found=repr(path[-1]) + nearest(str(path[-1]), names)
         )
     if first["type"] == "missing":
         return ConfigError(where, expected="a value", found="nothing")
