@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Mapping
 
 from kernels.testing import CheckFailed
 
@@ -21,14 +22,17 @@ BENCHES = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
-    parser.add_argument("name", choices=BENCHES)
+def main(
+    arguments: list[str] | None = None, benches: Mapping[str, str] = BENCHES, prog: str = "python -m kernels.bench"
+) -> int:
+    """benches: name -> module with `run(quick)`."""
+    parser = argparse.ArgumentParser(prog=prog, description="Measure; the last line is one JSON object.")
+    parser.add_argument("name", choices=benches)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats, under a minute")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     options = parser.parse_args(arguments)
     try:
-        result = importlib.import_module(BENCHES[options.name]).run(options.quick)
+        result = importlib.import_module(benches[options.name]).run(options.quick)
     except CheckFailed as failure:
         print(f"{options.name}: wrong result: {failure}", file=sys.stderr)
         return 1

@@ -1,8 +1,10 @@
 """Hugging Face model folders: read with every tensor checked, written whole or not at all.
 
-Stored dtypes are F32, BF16 or F16. What a folder's files are is ml.model_files' concern.
+Stored dtypes are F32, BF16 or F16, or for the linears of an MXFP4 folder (`export_mxfp4`) U8 pairs NAME.blocks
+[N, K/2] and NAME.scales [N, K/32], NAME being the weight's Hugging Face name. What a folder's files are is
+ml.model_files' concern.
 
-Letters: V vocabulary rows, E width of the model.
+Letters: V vocabulary rows, E width of the model, N outputs and K inputs of a linear.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ml.linear import COMPUTE_DTYPES, Compute, Linear, Precision, dense_precision, weight_values
+from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_to_fp8
+from ml.linear import COMPUTE_DTYPES, MXFP4_COLUMNS, Compute, Linear, Precision, dense_precision, weight_values
 from ml.model import ModelConfig, Transformer
-from ml.model_files import CONFIG, EMBEDDING, HEAD, INDEX, WEIGHTS, read_config, tensor_files
-from schemas.errors import FormatError, StoreError
+from ml.model_files import CONFIG, EMBEDDING, HEAD, INDEX, MXFP4_STORED, WEIGHTS, read_config, tensor_files
+from schemas.errors import ConfigError, FormatError, StoreError
 
 SHARD_BYTES = 4 << 30
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,32 +36,31 @@ def load_model(
 ) -> Transformer:
     """The model of a folder, its parameters as `Transformer` describes them.
 
-    Raises ConfigError (no such folder, unsupported architecture) and FormatError (missing, unexpected or misshapen
-    tensor, NaN or infinity, cut file), naming file and tensor.
+    Raises ConfigError (no such folder, unsupported architecture, a linear that MXFP4 cannot hold, an MXFP4 folder
+    asked for other values) and FormatError (missing, unexpected or misshapen tensor, NaN or infinity, cut file),
+    naming file and tensor.
     """
     folder = Path(folder)
-    config = ModelConfig.from_hf(read_config(folder), str(folder / CONFIG))
+    config_json = read_config(folder)
+    config = ModelConfig.from_hf(config_json, str(folder / CONFIG))
+    packed = "quantization_config" in config_json
+    if packed and (trainable or precision != "mxfp4"):
+        raise ConfigError(
+            str(folder), expected="float weights to train on" if trainable else f"weights for precision {precision}",
+            found="MXFP4 weights", next_command="use the folder that it was made from",
+        )  # fmt: skip
     model = Transformer(
         config, precision=precision, compute=COMPUTE_DTYPES[compute], trainable=trainable, device=device
     )
     # The grid of a parameter is its module's: linears may be quantised, everything else is dense.
-    dense = dense_precision(precision)
-    grids: dict[str, Precision] = {
-        f"{name}.weight": precision for name, module in model.named_modules() if isinstance(module, Linear)
-    }
-    wanted = dict(model.named_parameters())
-    for name, tensor, where in _tensors(folder):
-        parameter = wanted.pop(name, None)
-        if parameter is None:
-            _check_spare_tensor(folder, config, name, tensor, where)
-            continue
-        _check_tensor(tensor, tuple(parameter.shape), where)
-        values = tensor.float() if trainable else weight_values(tensor.float(), grids.get(name, dense))
+    linears, parameters = _linear_weights(model), dict(model.named_parameters())
+    for name, tensor, where in _model_tensors(folder, model):
+        if name in linears and precision == "mxfp4":
+            _check_columns(tensor, where)
+        # Codes that were stored are not made anew.
+        grid = dense_precision(precision) if name not in linears else "fp32" if packed else precision
         with torch.no_grad():
-            parameter.copy_(values)
-    if wanted:
-        name = next(iter(wanted))
-        raise FormatError(str(folder), expected=f"tensor {name}", found=f"no such tensor ({len(wanted)} missing)")
+            parameters[name].copy_(tensor.float() if trainable else weight_values(tensor.float(), grid))
     return model.train(trainable)
 
 
@@ -113,6 +115,105 @@ def save_model(
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def export_mxfp4(folder: Path, source: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the model of `source` with its linears in MXFP4 and everything else in bf16: a quarter of bf16's bytes.
+
+    `load_model` with precision "mxfp4" gives the same bits from either folder; transformers refuses this one. Raises
+    as load_model and save_model do.
+    """
+    source = Path(source)
+    config_json = read_config(source)
+    save_model(
+        folder, config_json | {"quantization_config": MXFP4_STORED}, _mxfp4_tensors(source), companions=source,
+        shard_bytes=shard_bytes,
+    )  # fmt: skip
+
+
+def fp8_exact(folder: Path) -> dict[str, bool]:
+    """Weight name of each linear -> whether FP8 E4M3 in tiles of 128 x 128 holds its MXFP4 values, all of them.
+
+    A linear that is not exact must not be computed in FP8: trainer and sampler would see different weights. Raises as
+    load_model does.
+    """
+    exact = {}
+    for name, tensor, where, is_linear in _outline_tensors(Path(folder)):
+        if is_linear:
+            _check_columns(tensor, where)
+            exact[name] = bool(mxfp4_to_fp8(*mxfp4_quantize(tensor.float()))[2].all())
+    return exact
+
+
+def _mxfp4_tensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor, where, is_linear in _outline_tensors(source):
+        if not is_linear:
+            yield name, tensor.to(torch.bfloat16)
+            continue
+        _check_columns(tensor, where)
+        blocks, scales = mxfp4_quantize(tensor.float())
+        yield f"{name}.blocks", blocks
+        yield f"{name}.scales", scales
+
+
+def _outline_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor, str, bool]]:
+    """(name, tensor, where, whether it is a linear's weight), checked without memory for a second copy."""
+    config = ModelConfig.from_hf(read_config(folder), str(folder / CONFIG))
+    model = Transformer(config, precision="fp32", compute=torch.float32, trainable=False, device="meta")
+    linears = _linear_weights(model)
+    for name, tensor, where in _model_tensors(folder, model):
+        yield name, tensor, where, name in linears
+
+
+def _linear_weights(model: Transformer) -> frozenset[str]:
+    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear))
+
+
+def _model_tensors(folder: Path, model: Transformer) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """(name, tensor, where) of each of the model's parameters, checked; FormatError for one too many or too few."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tensors = _tensors(folder)
+    if "quantization_config" in read_config(folder):
+        tensors = _unpacked(folder, tensors)
+    for name, tensor, where in tensors:
+        shape = shapes.pop(name, None)
+        if shape is None:
+            _check_spare_tensor(folder, model.config, name, tensor, where)
+            continue
+        _check_tensor(tensor, shape, where)
+        yield name, tensor, where
+    if shapes:
+        name = next(iter(shapes))
+        raise FormatError(str(folder), expected=f"tensor {name}", found=f"no such tensor ({len(shapes)} missing)")
+
+
+def _unpacked(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor, str]]
+) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """The same with each pair NAME.blocks, NAME.scales as NAME in bf16, which holds every MXFP4 value."""
+    waiting: dict[str, tuple[str, torch.Tensor]] = {}
+    for name, tensor, where in tensors:
+        owner, _, part = name.rpartition(".")
+        if part not in ("blocks", "scales"):
+            yield name, tensor, where
+            continue
+        if tensor.dtype != torch.uint8 or tensor.dim() != 2:
+            raise FormatError(where, expected="a U8 matrix", found=f"{tensor.dtype} {list(tensor.shape)}")
+        if owner not in waiting:
+            waiting[owner] = part, tensor
+            continue
+        pair = dict([waiting.pop(owner), (part, tensor)])
+        rows, half_columns = pair["blocks"].shape
+        columns = 2 * half_columns
+        if columns % MXFP4_COLUMNS or pair["scales"].shape != (rows, columns // MXFP4_COLUMNS):
+            raise FormatError(
+                where, expected=f"a scale for each {MXFP4_COLUMNS} of {rows} x {columns} codes",
+                found=f"{list(pair['scales'].shape)}",
+            )  # fmt: skip
+        yield owner, mxfp4_dequantize(pair["blocks"], pair["scales"]), where
+    if waiting:
+        owner, (part, _) = next(iter(waiting.items()))
+        raise FormatError(f"{folder}, tensor {owner}", expected="blocks and scales", found=f"{part} only")
+
+
 def _tensors(folder: Path, only: str | None = None) -> Iterator[tuple[str, torch.Tensor, str]]:
     """(name, tensor, where) in order of file, then name. Each tensor is a view of a mapped file."""
     files = tensor_files(folder)
@@ -135,6 +236,14 @@ def _check_tensor(tensor: torch.Tensor, shape: tuple[int, ...], where: str) -> N
         raise FormatError(where, expected="F32, BF16 or F16", found=str(tensor.dtype))
     if not torch.isfinite(tensor).all():
         raise FormatError(where, expected="finite numbers", found="NaN or infinity")
+
+
+def _check_columns(tensor: torch.Tensor, where: str) -> None:
+    if tensor.shape[1] % MXFP4_COLUMNS:
+        raise ConfigError(
+            where, expected=f"a multiple of {MXFP4_COLUMNS} columns, for MXFP4", found=f"{tensor.shape[1]}",
+            next_command='precision = "bf16" for this model',
+        )  # fmt: skip
 
 
 def _check_spare_tensor(folder: Path, config: ModelConfig, name: str, tensor: torch.Tensor, where: str) -> None:

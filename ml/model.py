@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.paged_attention import paged_attention, write_kv
 from ml.linear import Linear, Precision, dense_precision, row_invariant_logits, weight_values
+from ml.model_files import MXFP4_STORED
 from schemas.errors import ConfigError, ContractError
 
 #: attend(layer_index, q_NHC, k_NGC, v_NGC) -> o_NHC; q and k are rotated, all in the model's compute dtype.
@@ -149,8 +150,11 @@ def _refuse_unsupported(config_json: Mapping[str, Any], where: str) -> None:
     activation = config_json.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"{where}, hidden_act", expected="silu", found=repr(activation))
-    if "quantization_config" in config_json:
-        raise ConfigError(f"{where}, quantization_config", expected="fp32 or bf16 weights", found="quantised weights")
+    stored = config_json.get("quantization_config", MXFP4_STORED)
+    if stored != MXFP4_STORED:
+        raise ConfigError(
+            f"{where}, quantization_config", expected=f"none, or {MXFP4_STORED}", found=repr(stored)[:200]
+        )
 
 
 def _read_rope(config_json: Mapping[str, Any], where: str, max_positions: int) -> Rope:
