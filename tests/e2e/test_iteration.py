@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -81,11 +84,10 @@ kill_rollout_worker_after_tokens = {settings["kill"]}
     return path
 
 
-def opd(*arguments: str | Path, folder: Path, status: int = 0) -> str:
-    environment = os.environ | {"PREFECT_HOME": str(folder / "prefect"), "NO_COLOR": "1", "COLUMNS": "200"}
+def opd(*arguments: str | Path, status: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", *map(str, arguments)],
-        cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=540, check=False,
+        cwd=REPOSITORY, text=True, capture_output=True, timeout=540, check=False,
     )  # fmt: skip
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
@@ -102,19 +104,74 @@ def output_digests(data: Path) -> dict[tuple[int, str], str]:
     return {(m["iteration"], m["stage"]): m["output_digest"] for m in manifests}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def prefect_api(tmp_path_factory):
+    """URL of a real Prefect server on loopback, which every command of these tests reports to."""
+    folder = tmp_path_factory.mktemp("prefect")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    quiet = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    with (
+        open(folder / "server.log", "wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True,
+        ) as server,
+    ):  # fmt: skip
+        url = f"http://127.0.0.1:{port}/api"
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in {**quiet, "PREFECT_API_URL": url, "NO_COLOR": "1", "COLUMNS": "200"}.items():
+                    patch.setenv(name, value)
+                deadline = time.monotonic() + 180
+                while not answers(f"{url}/health"):
+                    assert server.poll() is None, (folder / "server.log").read_text()
+                    assert time.monotonic() < deadline, (folder / "server.log").read_text()
+                    time.sleep(0.1)
+                yield url
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def ask(url: str, body: dict) -> list[dict]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(prefect_api, tmp_path_factory):
     """(folder, configuration, output) of a campaign that ran to its end; one worker was killed by its drill."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder)
-    return folder, config, opd("run", config, folder=folder)
+    return folder, config, opd("run", config)
+
+
+def test_the_server_shows_runs_tasks_and_artifacts(finished, prefect_api):
+    flow_runs = ask(f"{prefect_api}/flow_runs/filter", {})
+    names = {run["name"]: run["state_type"] for run in flow_runs}
+    assert names["tiny"] == names["tiny 0"] == names["tiny 1"] == "COMPLETED"
+    task_runs = {run["name"]: run["state_type"] for run in ask(f"{prefect_api}/task_runs/filter", {})}
+    assert {f"{stage} {i}" for i in (0, 1) for stage in ("rollout", "teach", "dispatch", "train")} <= set(task_runs)
+    artifacts = {a["key"]: a for a in ask(f"{prefect_api}/artifacts/latest/filter", {})}
+    assert "| opd.metrics |" in artifacts["tiny-train"]["data"]
+    assert any(row["name"] == "heldout_kl_after" for row in json.loads(artifacts["tiny-train-metrics"]["data"]))
 
 
 def test_the_loop_closes(finished):
     folder, _, out = finished
     assert "0 acknowledged tokens lost, 0 regenerated" in out
     assert "opd verify tiny" in out
-    assert "0 breaches" in opd("verify", "tiny", "--data", folder / "data", folder=folder)
+    assert "0 breaches" in opd("verify", "tiny", "--data", folder / "data")
     assert set(output_digests(folder / "data")) == {
         (i, stage) for i in (0, 1) for stage in ("rollout", "teach", "dispatch", "train")
     }
@@ -131,22 +188,22 @@ def test_the_trainer_sees_the_weights_that_have_sampled(finished):
 def test_a_finished_campaign_changes_nothing(finished):
     folder, config, _ = finished
     before = object_bytes(folder / "data")
-    assert "already finished" in opd("run", config, folder=folder)
+    assert "already finished" in opd("run", config)
     assert object_bytes(folder / "data") == before
 
 
 def test_a_lost_table_comes_back_from_the_manifests(finished):
     folder, config, _ = finished
     shutil.rmtree(folder / "data" / "tables" / "plan")
-    broken = opd("verify", "tiny", "--data", folder / "data", folder=folder, status=1)
+    broken = opd("verify", "tiny", "--data", folder / "data", status=1)
     assert "the tables differ from its manifest" in broken
-    opd("run", config, folder=folder)
-    assert "0 breaches" in opd("verify", "tiny", "--data", folder / "data", folder=folder)
+    opd("run", config)
+    assert "0 breaches" in opd("verify", "tiny", "--data", folder / "data")
 
 
 def test_a_changed_configuration_is_refused(finished):
-    folder, config, _ = finished
-    changed = opd("run", config, "--set", "train.learning_rate=1e-3", folder=folder, status=5)
+    _folder, config, _ = finished
+    changed = opd("run", config, "--set", "train.learning_rate=1e-3", status=5)
     assert "--from-iteration" in changed
     assert "train.learning_rate: 0.01 -> 0.001" in changed
 
@@ -154,19 +211,19 @@ def test_a_changed_configuration_is_refused(finished):
 def test_one_stage_alone_and_questions(finished):
     folder, config, _ = finished
     data = folder / "data"
-    out = opd("train", config, "--iteration", "1", folder=folder)
+    out = opd("train", config, "--iteration", "1")
     assert '"stage": "train"' in out
-    assert "0 to 1" in opd("train", config, "--iteration", "2", folder=folder, status=2)
-    assert "question" in opd("show", "tiny", "--data", data, folder=folder)
+    assert "0 to 1" in opd("train", config, "--iteration", "2", status=2)
+    assert "question" in opd("show", "tiny", "--data", data)
     rows = opd(
         "sql", "SELECT count(*) n, count(DISTINCT prompt_id) p FROM opd.trajectories WHERE split = 'train'",
-        "--json", "--data", data, folder=folder,
+        "--json", "--data", data,
     )  # fmt: skip
     assert '{"n": 20, "p": 10}' in rows
     ready = (
         "SELECT domain, count(*), avg(reward) FROM opd.trajectories JOIN opd.prompts USING (prompt_id) GROUP BY domain"
     )
-    assert "chain_sum" in opd("sql", ready, "--data", data, folder=folder)
+    assert "chain_sum" in opd("sql", ready, "--data", data)
 
 
 def test_damage_is_found(finished):
@@ -175,7 +232,7 @@ def test_damage_is_found(finished):
     good = shard.read_bytes()
     shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     try:
-        report = opd("verify", "tiny", "--data", folder / "data", folder=folder, status=1)
+        report = opd("verify", "tiny", "--data", folder / "data", status=1)
     finally:
         shard.write_bytes(good)
     assert "BREACH  objects hash to their manifest's digest" in report
@@ -183,14 +240,13 @@ def test_damage_is_found(finished):
 
 
 def test_a_killed_campaign_ends_with_the_same_bytes(finished, tmp_path):
-    """Killed with SIGKILL in rollout, stopped with SIGTERM in training, then left alone: nothing shows in the digests."""
+    """SIGKILL in rollout, SIGTERM in training, then left alone: nothing of it shows in the digests."""
     config = write_config(tmp_path, kill="0")
-    environment = os.environ | {"PREFECT_HOME": str(finished[0] / "prefect")}
 
     def started() -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "flows.cli", "run", str(config)],
-            cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     def until(process: subprocess.Popen[str], pattern: str) -> None:
@@ -205,6 +261,6 @@ def test_a_killed_campaign_ends_with_the_same_bytes(finished, tmp_path):
         until(process, "data/runs/tiny/00000/train/*/p00000/epochs/*.json")
         process.terminate()
         assert process.wait(120) == 75, process.communicate()
-    opd("run", config, folder=tmp_path)
+    opd("run", config)
     assert output_digests(tmp_path / "data") == output_digests(finished[0] / "data")
-    assert "0 breaches" in opd("verify", "tiny", "--data", tmp_path / "data", folder=tmp_path)
+    assert "0 breaches" in opd("verify", "tiny", "--data", tmp_path / "data")
