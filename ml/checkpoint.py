@@ -118,8 +118,8 @@ def save_model(
 def export_mxfp4(folder: Path, source: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the model of `source` with its linears in MXFP4 and everything else in bf16: a quarter of bf16's bytes.
 
-    `load_model` with precision "mxfp4" gives the same bits from either folder; transformers refuses this one. Raises
-    as load_model and save_model do.
+    `load_model` with precision "mxfp4" gives the same bits from either folder; transformers cannot read this one.
+    Raises as load_model and save_model do.
     """
     source = Path(source)
     config_json = read_config(source)

@@ -17,8 +17,8 @@ from schemas.shards import TensorSpec, decode_header
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-#: quantization_config of a folder whose linears are stored as NAME.blocks and NAME.scales. The method's name is ours,
-#: so that a reader who does not know it refuses the folder instead of making up the weights that it does not find.
+#: quantization_config of a folder whose linears are stored as NAME.blocks and NAME.scales. transformers does not know
+#: the method: it warns, and lists every linear's weight as missing.
 MXFP4_STORED = {"quant_method": "opd_mxfp4"}
 _READ_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100_000_000

@@ -2,19 +2,23 @@
 
 SPEC is a pickle {"folder", "world", "vocab_size", "scenarios": [{...}]}; rank 0 writes its results beside it. A
 scenario: name, plan, zero_stage, precision, compute, learning_rate, teachers (heads by index), steps, and optionally
-folder, world, resume_after (save the state there, throw the engine away, continue from the state in a fresh one).
+folder, world, resume_after (save the state there, throw the engine away, continue from the state in a fresh one),
+record_weights (keep what the linears took from their weights in the first training pass and in the last evaluation).
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import ml.linear
 from ml.checkpoint import load_model
 from ml.linear import COMPUTE_DTYPES
 from ml.train.batches import schedule
@@ -51,6 +55,28 @@ def make_engine(spec: dict[str, Any], scenario: dict[str, Any], state: State | N
     engine = TrainEngine(student, settings, device=CPU, steps_done=state.facts["steps"])
     engine.load_moments(state.read, state.facts["steps"])
     return engine
+
+
+@contextmanager
+def recorded_weights(engine: TrainEngine) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
+    """What `weight_values` gives the linears, by weight name, while the block runs."""
+    original = ml.linear.weight_values
+    names = {id(p): n.removeprefix("transformer.") for n, p in engine.module.named_parameters() if "_proj." in n}
+    kept: dict[str, dict[str, torch.Tensor]] = {"with_gradient_first": {}, "without_gradient_last": {}}
+
+    def recording(w, precision):
+        values = original(w, precision)
+        if id(w) in names and torch.is_grad_enabled():
+            kept["with_gradient_first"].setdefault(names[id(w)], values.detach().clone())
+        elif id(w) in names:
+            kept["without_gradient_last"][names[id(w)]] = values.clone()
+        return values
+
+    ml.linear.weight_values = recording
+    try:
+        yield kept
+    finally:
+        ml.linear.weight_values = original
 
 
 def gather(engine: TrainEngine) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -90,7 +116,7 @@ def run_scenario(spec: dict[str, Any], scenario: dict[str, Any], scratch: Path) 
                 loader.close()
 
     engine = make_engine(spec, scenario)
-    cut = scenario.get("resume_after")
+    cut, weights = scenario.get("resume_after"), {}
     if cut:
         run(engine, 0, cut)
         folder = scratch / scenario["name"]
@@ -104,10 +130,14 @@ def run_scenario(spec: dict[str, Any], scenario: dict[str, Any], scratch: Path) 
         engine = make_engine(spec, scenario, state)
         run(engine, cut, num_steps)
     else:
-        run(engine, 0, num_steps)
+        with recorded_weights(engine) if scenario.get("record_weights") else nullcontext({}) as weights:
+            run(engine, 0, num_steps)
     parameters, moments = gather(engine)
     engine.close()
-    return {"parameters": parameters, "moments": moments, "metrics": metrics, "micro_batches": len(done)}
+    return {
+        "parameters": parameters, "moments": moments, "metrics": metrics, "micro_batches": len(done),
+        "weights": weights,
+    }  # fmt: skip
 
 
 def main(path: Path) -> None:
