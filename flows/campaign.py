@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from typing import Any
 
 from prefect import flow
+from prefect.runtime import flow_run
 
 from flows.iteration import iteration_flow
+from infra.store import ObjectStore, open_store
 from schemas import config as run_config
+from schemas import keys
 from schemas.config import RunConfig
 from tasks.session import Progress, open_session, silent
 from tasks.stage import StageResult
@@ -26,19 +31,23 @@ def run_campaign(
         return _campaign(config.run_id, config.iterations), session.notes
 
 
+def run_id_of(store: ObjectStore, flow_run_id: str, planned: datetime) -> str:
+    """The planned start time names the run, once: a retry of the flow run, at whatever time, meets the same name."""
+    key = keys.flow_run(flow_run_id)
+    store.put_if_absent(key, keys.canonical_json({"run_id": f"{planned:%Y%m%dT%H%M%SZ}"}))
+    return json.loads(store.get(key))["run_id"]
+
+
 @flow(name="opd", flow_run_name="{config_path}", persist_result=False)
 def scheduled_campaign(
     config_path: str, settings: list[str] | None = None, run_id: str | None = None
 ) -> dict[str, Any]:
     """Entry point of deployments: a TOML file and overrides, as parameters that the Prefect UI edits.
 
-    Without run_id, the planned start time of the flow run names the run: a retry of the flow run continues it, the
-    next planned one starts anew.
+    Without run_id the flow run's planned start time names the run: a retry continues it, the next night starts anew.
     """
-    from prefect.runtime import flow_run
-
-    planned = flow_run.scheduled_start_time
-    name = run_id or f"{planned:%Y%m%dT%H%M%SZ}"
-    config = run_config.load(config_path, [*(settings or []), f'run_id="{name}"'])
-    results, _ = run_campaign(config)
-    return {"run_id": name, "iterations": [{n: r.reference() for n, r in stages.items()} for stages in results]}
+    config = run_config.load(config_path, settings)
+    if run_id is None:
+        run_id = run_id_of(open_store(config.data), str(flow_run.id), flow_run.scheduled_start_time)
+    results, _ = run_campaign(run_config.load(config_path, [*(settings or []), f'run_id="{run_id}"']))
+    return {"run_id": run_id, "iterations": [{n: r.reference() for n, r in stages.items()} for stages in results]}

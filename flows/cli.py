@@ -20,6 +20,7 @@ examples:
   opd show demo                                      stages, figures and sampled texts of a run
   opd sql "SELECT domain, avg(reward) FROM opd.trajectories GROUP BY domain"
   opd verify demo                                    recompute every checksum and invariant
+  opd doctor --data s3://bucket/prefix               does the store keep what runs rely on?
 
 exit status: 0 done, 1 a check failed, 2 configuration, 3 format, 4 store, 5 contract, 6 stage,
 75 stopped on request and resumable
@@ -80,6 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", "recompute every checksum and invariant of a run", "Exit status 1 on a breach.")
     verify.add_argument("run_id", metavar="RUN")
     rooted(verify)
+    doctor = command(
+        "doctor", "try what runs rely on: Java, room, the store's promises, Spark on it",
+        "Exit status of the first broken promise: 2 configuration, 4 store, 5 contract.",
+    )  # fmt: skip
+    rooted(doctor)
+    doctor.add_argument(
+        "--scratch", default="scratch", metavar="FOLDER", help="local folder of runs (default: scratch)"
+    )
+    doctor.add_argument("--jars", default="jars", metavar="FOLDER", help="folder of the pinned jars (default: jars)")
     bench = command("bench", "measure; the last line is one JSON object", "Exit status 1 when a check failed.")
     bench.add_argument(
         "name", choices=("wal", "rollout", "kl", "quant", "gemm", "attention"),
@@ -176,6 +186,25 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if breaches else 0
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from infra.doctor import examine
+    from schemas.config import Spark, Train
+
+    spark = Spark(jars=arguments.jars)
+    shm_bytes = Train.model_validate({}).loader_bytes
+    status = 0
+    for promise in examine(arguments.data, Path(arguments.scratch), shm_bytes, spark):
+        print(f"{'kept  ' if promise.kept else 'BROKEN'}  {promise.name}")
+        if promise.found != "kept":
+            print("\n".join(f"          {line}" for line in promise.found.split("\n")), flush=True)
+        if not promise.kept:
+            status = status or promise.exit_status
+    print(f"{arguments.data}: " + ("runs can rely on it" if status == 0 else "do not start a run here"))
+    return status
+
+
 def _models(arguments: argparse.Namespace) -> int:
     from tasks.demo import prepare
 
@@ -194,7 +223,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "run": _run, "rollout": _single, "teach": _single, "dispatch": _single, "train": _single, "show": _show,
-    "sql": _sql, "verify": _verify, "models": _models, "bench": _bench,
+    "sql": _sql, "verify": _verify, "doctor": _doctor, "models": _models, "bench": _bench,
 }  # fmt: skip
 
 

@@ -47,6 +47,8 @@ def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) 
     row("teacher head loads a mini-batch", (_number(s["head_loads_per_mini_batch"], 0) for s in trained))
     row("log-prob mismatch in the sampler's precision, mean", (_number(s["mismatch_sampler_mean"], 6) for s in trained))
     row("log-prob mismatch as trained, mean", (_number(s["mismatch_trained_mean"], 6) for s in trained))
+    if config.student.precision == "mxfp4":
+        row("linears whose MXFP4 values FP8 would change", (str(len(s["fp8_inexact"])) for s in trained))
     return table
 
 

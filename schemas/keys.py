@@ -117,5 +117,10 @@ def wal_segment(owned: str, epoch_number: int, segment: int) -> str:
     return owned_object(owned, epoch_number, f"wal/{segment:06d}.seg")
 
 
+def flow_run(flow_run_id: str) -> str:
+    """Which run a scheduled flow run drives: set at its first start, met again by its retries."""
+    return f"flow-runs/{flow_run_id}.json"
+
+
 def table_lease(table: str) -> str:
     return f"table-leases/{table}"

@@ -1,0 +1,37 @@
+"""What the layout promises and no linter sees."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def test_only_ops_have_something_in_their_init():
+    for package in ("flows", "tasks", "ml", "kernels", "schemas", "infra"):
+        for init in (REPOSITORY / package).rglob("__init__.py"):
+            is_op = init.parent.parent.name == "kernels"
+            assert is_op or not init.read_text().strip(), init
+
+
+def test_transformers_does_not_take_our_kernels_for_the_hub_package():
+    from transformers.utils import is_kernels_available
+
+    assert is_kernels_available() is False
+
+
+def test_the_lock_file_names_no_host():
+    for name in ("requirements.lock", "infra/setup/bootstrap.lock", "infra/jars.lock"):
+        assert "://" not in (REPOSITORY / name).read_text(), name
+
+
+def test_help_needs_neither_torch_nor_spark_nor_prefect():
+    """`opd --help`, the configuration and the flows' side of a run stay light."""
+    code = (
+        "import sys; import flows.cli, schemas.config, tasks.verify, tasks.models, tasks.workers, infra.launch\n"
+        "sys.exit([m for m in ('torch', 'pyspark', 'prefect', 'deepspeed') if m in sys.modules].__str__()[1:-1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
