@@ -8,11 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ml.model_files import CONFIG, EMBEDDING, HEAD, file_header, model_digest, read_config, tensor_files
+from ml.model_files import (
+    CONFIG,
+    EMBEDDING,
+    HEAD,
+    MXFP4_COLUMNS,
+    file_header,
+    model_digest,
+    read_config,
+    tensor_files,
+)
+from schemas.config import RunConfig
 from schemas.errors import ConfigError, ContractError, FormatError
 from tasks.text import Tokenizer
 
-__all__ = ["model_digest", "resolve_model", "teacher_checks"]
+__all__ = ["check_precisions", "context_tokens", "model_digest", "resolve_model", "teacher_checks"]
 
 
 def resolve_model(path: str | Path) -> Path:
@@ -22,6 +32,14 @@ def resolve_model(path: str | Path) -> Path:
         found = "a folder without config.json" if folder.is_dir() else "no such folder"
         raise ConfigError(f"model {path}", expected="a Hugging Face model folder (safetensors)", found=found)
     return folder
+
+
+def context_tokens(folder: Path) -> int:
+    """How many positions a model knows. Raises FormatError for a config.json that does not say."""
+    value = read_config(folder).get("max_position_embeddings")
+    if not isinstance(value, int) or value < 1:
+        raise FormatError(f"{folder / CONFIG}, max_position_embeddings", expected="a count", found=repr(value))
+    return value
 
 
 def teacher_checks(student: Path, teachers: Mapping[str, Path]) -> int:
@@ -43,6 +61,34 @@ def teacher_checks(student: Path, teachers: Mapping[str, Path]) -> int:
             )
         _check_head(folder, tokenizer.vocab_size)
     return tokenizer.vocab_size
+
+
+def check_precisions(student: Path, config: RunConfig) -> None:
+    """Raises ConfigError, naming the setting, for a model whose linears cannot have the values it is asked for, and
+    for a student that is stored in MXFP4: training needs float masters."""
+    if "quantization_config" in read_config(student):
+        raise ConfigError(
+            f"student.path {student}", expected="float weights to train on", found="MXFP4 weights",
+            next_command="use the folder that it was made from",
+        )  # fmt: skip
+    models = [("student", student, config.student.precision)]
+    models += [(f"teachers, {t.id}", resolve_model(t.path), t.precision) for t in config.teachers]
+    for where, folder, precision in models:
+        packed = "quantization_config" in read_config(folder)
+        if packed and precision != "mxfp4":
+            raise ConfigError(f"{where}, precision", expected=f'"mxfp4", as {folder} is stored', found=repr(precision))
+        if precision == "mxfp4" and not packed:
+            _check_columns(folder, f"{where}, precision")
+
+
+def _check_columns(folder: Path, where: str) -> None:
+    for name, path in sorted(tensor_files(folder).items()):
+        spec = file_header(path).get(name)
+        if spec and name.startswith("model.layers.") and len(spec.shape) == 2 and spec.shape[1] % MXFP4_COLUMNS:
+            raise ConfigError(
+                where, expected=f"a multiple of {MXFP4_COLUMNS} columns in every linear, for MXFP4",
+                found=f"{spec.shape[1]} in {name} of {folder}", next_command='precision = "bf16"',
+            )  # fmt: skip
 
 
 def _check_head(folder: Path, vocab_size: int) -> None:

@@ -6,29 +6,15 @@ are walked slice by slice, one new permutation an epoch, so every prompt is used
 
 from __future__ import annotations
 
-import functools
-import importlib
 import json
-import warnings
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 from schemas import keys
-from schemas.config import GymDataset, RunConfig
+from schemas.config import GymDataset, PromptFile, RunConfig
 from schemas.errors import ConfigError
-
-GYM_VERIFIER = "reasoning_gym"
-
-
-@functools.cache
-def gym() -> ModuleType:
-    """reasoning-gym, without the syntax warnings of what it imports. Raises ConfigError when it is not installed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise ConfigError("prompts", expected="package reasoning-gym (extra: demo)", found=str(error)) from error
+from tasks.prompt_files import file_rows, file_source
+from tasks.verifiers import GYM_VERIFIER, gym
 
 
 def _gym_rows(dataset: GymDataset, seed: int) -> list[dict[str, Any]]:
@@ -57,18 +43,34 @@ def _gym_rows(dataset: GymDataset, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def load_prompts(config: RunConfig) -> list[dict[str, Any]]:
-    """Rows of the prompts table, each prompt once (generators repeat themselves; equal rows are one prompt).
+def _file_rows(file: PromptFile, teacher_ids: Sequence[str]) -> list[dict[str, Any]]:
+    source = file_source(file)
+    rows = [{"source": source, **row} for row in file_rows(file, teacher_ids)]
+    return [row | {"prompt_id": keys.prompt_id(row)} for row in rows]
 
-    Raises ConfigError when fewer prompts are left than one iteration takes.
+
+def read_prompts(config: RunConfig) -> tuple[list[dict[str, Any]], int]:
+    """Rows of the prompts table, each prompt once, and how many rows of the user's files repeat another one.
+
+    Raises ConfigError (fewer prompts than one iteration takes, a file or teacher that is not there) and FormatError
+    (a file's row, with its line).
     """
-    rows = {row["prompt_id"]: row for d in config.prompts.datasets for row in _gym_rows(d, config.seed)}
+    own = [row for f in config.prompts.files for row in _file_rows(f, config.teacher_ids)]
+    rows = {row["prompt_id"]: row for row in own}
+    repeated = len(own) - len(rows)
+    # Generators repeat themselves by chance, which nobody needs to hear of.
+    rows |= {row["prompt_id"]: row for d in config.prompts.datasets for row in _gym_rows(d, config.seed)}
     wanted = config.prompts.per_iteration + config.prompts.heldout
     if len(rows) < wanted:
         raise ConfigError(
             "prompts", expected=f"at least {wanted} distinct prompts (per_iteration + heldout)", found=f"{len(rows)}"
         )
-    return [rows[i] for i in sorted(rows)]
+    return [rows[i] for i in sorted(rows)], repeated
+
+
+def load_prompts(config: RunConfig) -> list[dict[str, Any]]:
+    """The rows of `read_prompts` alone."""
+    return read_prompts(config)[0]
 
 
 def split_prompts(prompts: list[dict[str, Any]], seed: int, heldout: int) -> tuple[list[dict], list[dict]]:

@@ -1,86 +1,172 @@
 """Rewards: a prompt's verifier applied to a response, computed in rollout before its row is committed.
 
-A verifier is a shipped name or `package.module:function`, called with (response text, prompt row) and returning
-a number. A verifier that raises is the user's bug or a poisoned response: it fails the worker with the prompt's id.
+Verifiers run in a child process (tasks.verifiers) that is killed when a call takes too long. A call that raises,
+ends its process, takes too long or gives no finite number has failed: the worker stops, with every response in its
+log, unless the configuration allows that many failures a partition; then the reward is null and the failure counted.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import json
-import math
-import re
-from collections.abc import Callable
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
 from typing import Any
 
-from schemas.errors import ConfigError, StageError
-from tasks.prompts import GYM_VERIFIER, gym
+from schemas.errors import ConfigError, StageError, StoreError
 from tasks.text import Tokenizer
+from tasks.verifiers import SHIPPED
 
-Verifier = Callable[[str, dict[str, Any]], float]
-#: The last number or word-like token after an answer phrase; small models rarely answer with the bare answer.
-_FINAL = re.compile(r"(?:answer is|answer:|=|is)\s*[\"'*$]*(-?[A-Za-z0-9][A-Za-z0-9./-]*)", re.IGNORECASE)
-
-
-@functools.cache
-def _gym_dataset(name: str):
-    return gym().create_dataset(name, size=1, seed=0)
+#: Start of the process, and import of a verifier's module.
+_LOAD_SECONDS = 120.0
+_READ_BYTES = 1 << 16
 
 
-def _reasoning_gym(text: str, prompt: dict[str, Any]) -> float:
-    """Best score over the whole text, its last line and the token after the last answer phrase."""
-    context = json.loads(prompt["context"])
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    candidates = [text.strip(), *lines[-1:]]
-    candidates += [match.group(1).rstrip(".") for match in _FINAL.finditer(text)][-1:]
-    dataset = _gym_dataset(context["dataset"])
-    return max(float(dataset.score_answer(candidate, context["entry"])) for candidate in candidates)
+class CallFailedError(Exception):
+    """A verifier call without a finite number; the text says why."""
 
 
-SHIPPED: dict[str, Verifier] = {GYM_VERIFIER: _reasoning_gym}
+class VerifierProcess:
+    """The child that calls verifiers, started at its first use and again after a call that had to be killed."""
 
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timeout_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loaded: set[str] = set()
+        self._rest = b""
 
-def verifier(name: str) -> Verifier:
-    """The function behind a verifier's name. Raises ConfigError that says what was looked for."""
-    if name in SHIPPED:
-        return SHIPPED[name]
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    def __enter__(self) -> VerifierProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def load(self, name: str) -> None:
+        """Raises ConfigError for a verifier that cannot be found or imported."""
+        if name in self._loaded:
+            return
+        try:
+            answer = self._ask({"load": name}, _LOAD_SECONDS)
+            if "value" in answer:
+                self._loaded.add(name)
+                return
+            found = answer.get("missing") or answer["failed"]
+        except CallFailedError as error:
+            found = str(error)
         raise ConfigError(
-            f"verifier {name!r}", expected=f"one of {sorted(SHIPPED)} or package.module:function", found=str(error)
-        ) from error
-    return found
+            f"verifier {name!r}", expected=f"one of {sorted(SHIPPED)}, or package.module:function that can be imported",
+            found=found, next_command="the module's folder belongs on PYTHONPATH or is the working directory",
+        )  # fmt: skip
+
+    def call(self, name: str, text: str, prompt: dict[str, Any]) -> float:
+        """Raises ConfigError as `load` does, and CallFailedError."""
+        self.load(name)
+        answer = self._ask({"call": name, "text": text, "prompt": prompt}, self._timeout)
+        if "value" not in answer:
+            raise CallFailedError(answer["failed"])
+        return answer["value"]
+
+    def close(self) -> None:
+        """End the child; a later call starts another."""
+        process, self._process = self._process, None
+        self._loaded, self._rest = set(), b""
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Hash seed: the order of a verifier's sets must not differ between a first scoring and a second.
+        environment = os.environ | {"PYTHONHASHSEED": "0"}
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tasks.verifiers"], bufsize=0, env=environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            raise StoreError("verifier process", expected="a process that starts", found=str(error)) from error
+
+    def _ask(self, request: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            line = self._line(process.stdout, limit_seconds)
+        except BrokenPipeError:
+            line = b""
+        except TimeoutError:
+            self.close()
+            raise CallFailedError(f"no answer in {limit_seconds:g} s") from None
+        if not line:
+            status = process.wait()
+            self.close()
+            raise CallFailedError(f"its process ended with {f'signal {-status}' if status < 0 else f'status {status}'}")
+        return json.loads(line)
+
+    def _line(self, pipe: Any, limit_seconds: float) -> bytes:
+        """The child's next line, empty when it has ended. Raises TimeoutError."""
+        deadline = time.monotonic() + limit_seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                data = os.read(pipe.fileno(), _READ_BYTES)
+                if not data:
+                    return b""
+                self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
 
 
-def score(name: str, text: str, prompt: dict[str, Any]) -> float:
-    """One verifier call. Raises StageError for a verifier that raises or does not return a finite number."""
-    try:
-        value = float(verifier(name)(text, prompt))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise StageError(
-            f"verifier {name!r}, prompt {prompt['prompt_id']}", expected="a number", found=repr(error)[:300],
-            safe="the response is in the log; a rerun scores it again without sampling",
-        ) from error  # fmt: skip
-    if not math.isfinite(value):
-        raise StageError(
-            f"verifier {name!r}, prompt {prompt['prompt_id']}", expected="a finite number", found=str(value)
-        )
-    return value
+def check_verifiers(names: Iterable[str]) -> None:
+    """Import every verifier that is not shipped, in a child. Raises ConfigError for the first that is not there."""
+    with VerifierProcess(_LOAD_SECONDS) as process:
+        for name in sorted(set(names) - set(SHIPPED)):
+            process.load(name)
 
 
-def load_rewarder(work: dict[str, Any]) -> Callable[[dict[str, Any], list[int]], float | None]:
-    """reward(request, response_ids) for a rollout worker's work file (`student.folder`, requests with `prompt`)."""
-    tokenizer = Tokenizer.load(work["student"]["folder"])
+class Rewarder:
+    """Rewards of one rollout worker. work: its work file (`student.folder`, `verifier`, requests with `prompt`)."""
 
-    def reward(request: dict[str, Any], response_ids: list[int]) -> float | None:
+    def __init__(self, work: dict[str, Any]) -> None:
+        settings = work["verifier"]
+        self._tokenizer = Tokenizer.load(work["student"]["folder"])
+        self._process = VerifierProcess(settings["timeout_seconds"])
+        self._allowed = settings["max_failures"]
+        self.failures = 0
+
+    def __enter__(self) -> Rewarder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.close()
+
+    def start_partition(self) -> None:
+        """Count failures from 0 again."""
+        self.failures = 0
+
+    def __call__(self, request: dict[str, Any], response_ids: list[int]) -> float | None:
+        """None without a verifier and for a failure that is allowed. Raises StageError for one more than that."""
         prompt = request["prompt"]
-        if prompt.get("verifier") is None:
+        name = prompt.get("verifier")
+        if name is None:
             return None
-        return score(prompt["verifier"], tokenizer.decode(response_ids), prompt)
-
-    return reward
+        try:
+            return self._process.call(name, self._tokenizer.decode(response_ids), prompt)
+        except CallFailedError as error:
+            self.failures += 1
+            if self.failures <= self._allowed:
+                return None
+            raise StageError(
+                f"verifier {name!r}, prompt {prompt['prompt_id']}",
+                expected=f"a finite number ({self._allowed} failures allowed a partition)", found=str(error),
+                safe="the response is in the log; a rerun scores it again without sampling",
+                next_command="cure the verifier, or --set prompts.max_verifier_failures=N; then the same command again",
+            ) from error  # fmt: skip

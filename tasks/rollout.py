@@ -6,7 +6,6 @@ work files hold all that a worker needs; workers may die and be started again at
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -14,8 +13,10 @@ from typing import Any
 
 from schemas import keys
 from schemas.config import compute_dtype
-from tasks.models import resolve_model, teacher_checks
-from tasks.prompts import load_prompts, prompts_of_iteration, split_prompts
+from tasks.models import check_precisions, resolve_model, teacher_checks
+from tasks.prompts import prompts_of_iteration, read_prompts, split_prompts
+from tasks.rewards import check_verifiers
+from tasks.room import Room
 from tasks.session import Session
 from tasks.stage import Stage, StageResult, commit, read_rows_object, run_stage, slice_matches, table_entry
 from tasks.students import Student
@@ -23,19 +24,23 @@ from tasks.text import Tokenizer
 from tasks.workers import run_workers
 
 
-def requests_of_iteration(session: Session, iteration: int, tokenizer: Tokenizer) -> list[list[dict[str, Any]]]:
+def requests_of_iteration(
+    session: Session, iteration: int, tokenizer: Tokenizer, prompts: list[dict[str, Any]]
+) -> list[list[dict[str, Any]]]:
     """One group (list of requests) a prompt: training prompts of the iteration, then the held-out ones.
 
-    A prompt that one iteration takes twice (around an epoch's end) gets further sample indices.
+    A prompt that one iteration takes twice (around an epoch's end) gets further sample indices. Raises ContractError
+    for a prompt that leaves the student, a teacher or a pack no room for the longest response.
     """
     config = session.config
-    train, heldout = split_prompts(load_prompts(config), config.seed, config.prompts.heldout)
+    train, heldout = split_prompts(prompts, config.seed, config.prompts.heldout)
+    room = Room(config, tokenizer)
     taken = prompts_of_iteration(train, config.seed, config.prompts.per_iteration, iteration)
     groups = []
     times_taken: Counter[str] = Counter()
-    for split, prompts, samples in (("train", taken, config.rollout.samples_per_prompt), ("heldout", heldout, 1)):
-        for prompt in prompts:
-            prompt_ids = tokenizer.render(json.loads(prompt["messages"]))
+    for split, chosen, samples in (("train", taken, config.rollout.samples_per_prompt), ("heldout", heldout, 1)):
+        for prompt in chosen:
+            prompt_ids = room.checked(prompt)
             first_sample = times_taken[prompt["prompt_id"]] * samples
             times_taken[prompt["prompt_id"]] += 1
             group = []
@@ -57,10 +62,10 @@ def requests_of_iteration(session: Session, iteration: int, tokenizer: Tokenizer
     return groups
 
 
-def commit_prompts(session: Session) -> None:
+def commit_prompts(session: Session, prompts: list[dict[str, Any]]) -> None:
     """The run's prompts into opd.prompts, a slice a source; nothing happens when they are there."""
     by_source: dict[str, list[dict[str, Any]]] = {}
-    for row in load_prompts(session.config):
+    for row in prompts:
         by_source.setdefault(row["source"], []).append(row)
     for source, rows in by_source.items():
         key = f"prompts/{keys.digest(source)[:16]}.jsonl"
@@ -70,7 +75,7 @@ def commit_prompts(session: Session) -> None:
             commit(session, "prompts", entry)
 
 
-def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]], verifier_failures: int) -> list[dict[str, Any]]:
     def metric(name: str, value: float) -> dict[str, Any]:
         return {"run_id": run_id, "iteration": iteration, "stage": "rollout", "step": 0, "name": name,
                 "teacher_index": None, "value": value}  # fmt: skip
@@ -78,6 +83,7 @@ def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]]) -> list[di
     metrics = [
         metric("trajectories", float(len(rows))),
         metric("sampled_tokens", float(sum(r["sampled_tokens"] for r in rows))),
+        metric("verifier_failures", float(verifier_failures)),
         metric("stopped_share", sum(r["finish_reason"] == "stop" for r in rows) / max(len(rows), 1)),
     ]
     for split in ("train", "heldout"):
@@ -94,13 +100,18 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
     partition keeps failing.
     """
     config = session.config
+    check_precisions(student.folder, config)
     vocab_size = teacher_checks(student.folder, {t.id: resolve_model(t.path) for t in config.teachers})
-    commit_prompts(session)
+    prompts, repeated = read_prompts(config)
+    if repeated:
+        session.notes["repeated prompt rows, each counted once"] = repeated
     tokenizer = Tokenizer.load(student.folder)
     reports: list[dict[str, Any]] = []
 
     def partitions(_prefix: str) -> dict[int, Any]:
-        groups = requests_of_iteration(session, iteration, tokenizer)
+        groups = requests_of_iteration(session, iteration, tokenizer, prompts)
+        check_verifiers(prompt["verifier"] for prompt in prompts if prompt["verifier"] is not None)
+        commit_prompts(session, prompts)  # before an hour of sampling: the first call that needs Java
         size = config.rollout.prompts_per_partition
         return {
             index: {"partition": index, "requests": [r for group in groups[first : first + size] for r in group]}
@@ -132,6 +143,10 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
             "seal_seconds": config.rollout.seal_seconds,
             "grace_seconds": config.rollout.grace_seconds,
             "dead_after_seconds": config.rollout.dead_after_seconds,
+            "verifier": {
+                "timeout_seconds": config.prompts.verifier_timeout_seconds,
+                "max_failures": config.prompts.max_verifier_failures,
+            },
         }  # fmt: skip
         reports.append(
             run_workers(
@@ -145,7 +160,8 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
 
     def derive(manifests: dict[int, dict[str, Any]]):
         rows = [row for m in manifests.values() for row in read_rows_object(session, m["rows_key"], m["rows_digest"])]
-        metrics = _metrics(config.run_id, iteration, rows)
+        failures = sum(m["stats"]["verifier_failures"] for m in manifests.values())
+        metrics = _metrics(config.run_id, iteration, rows, failures)
         stats = {m["name"]: m["value"] for m in metrics}
         if reports and reports[0].get("drill"):
             stats["drill"] = reports[0]["drill"]
@@ -161,9 +177,15 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
             "rollout": config.rollout.content(),
             "student": config.student.content(),
         },
-        inputs={"student": student.version, "tokenizer": tokenizer.fingerprint},
+        inputs={
+            "student": student.version,
+            "tokenizer": tokenizer.fingerprint,
+            "prompts": keys.digest([prompt["prompt_id"] for prompt in prompts]),
+        },
         partitions=partitions,
         execute=execute,
         derive=derive,
     )
-    return run_stage(session, stage)
+    result = run_stage(session, stage)
+    commit_prompts(session, prompts)
+    return result

@@ -23,6 +23,7 @@ from schemas import keys
 from schemas.config import RunConfig
 from schemas.errors import ContractError
 from tasks.models import model_digest, resolve_model
+from tasks.prompt_files import file_source
 
 #: on_progress(stage, done, total, unit); total may grow.
 Progress = Callable[[str, int, int, str], None]
@@ -80,6 +81,7 @@ def run_record(session: Session) -> dict[str, Any]:
     return {
         "config": session.config.content(),
         "models": session.model_digests,
+        "prompt_files": [file_source(file) for file in session.config.prompts.files],
         "student_path": session.config.student.path,
     }
 
@@ -109,7 +111,7 @@ def _check_record(session: Session, from_iteration: int | None) -> None:
         session.store.put_if_absent(keys.run_record(session.run_id, 1), keys.canonical_json(record))
         return
     number, old = newest
-    compared = ("config", "models")
+    compared = ("config", "models", "prompt_files")
     differences = _differences({n: old[n] for n in compared}, {n: record[n] for n in compared})
     if from_iteration is None:
         if differences:

@@ -6,38 +6,19 @@ teacher once. A teacher reads its own rendering of the prompt, then the student'
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import SandboxedEnvironment
-
 from schemas import keys
-from schemas.config import Teacher, compute_dtype
-from schemas.errors import ConfigError, ContractError
+from schemas.config import compute_dtype
+from schemas.errors import ContractError
 from tasks.models import resolve_model
 from tasks.prompts import load_prompts
+from tasks.room import teacher_context
 from tasks.session import Session, read_table
 from tasks.stage import Stage, StageResult, read_rows_object, run_stage
 from tasks.text import Tokenizer
 from tasks.workers import run_workers
-
-
-def teacher_context(teacher: Teacher, tokenizer: Tokenizer, prompt: dict[str, Any]) -> list[int]:
-    """Token ids that the teacher reads before the response: the prompt, with its private system message if any."""
-    messages = json.loads(prompt["messages"])
-    if not teacher.template:
-        return tokenizer.render(messages)
-    try:
-        extra = (
-            SandboxedEnvironment()
-            .from_string(teacher.template)
-            .render(prompt | {"context": json.loads(prompt["context"] or "{}")})
-        )
-    except TemplateError as error:
-        raise ConfigError(f"teachers, {teacher.id}, template", expected="a Jinja template", found=str(error)) from error
-    return tokenizer.render(messages, system_extra=extra)
 
 
 def _items(session: Session, iteration: int) -> dict[int, list[dict[str, Any]]]:

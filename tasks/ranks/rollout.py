@@ -40,7 +40,7 @@ from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, read_folder, re
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError, OpdError
 from tasks.ranks.rollout_results import Response, publish
-from tasks.rewards import load_rewarder
+from tasks.rewards import Rewarder
 
 _REPORT_SECONDS = 0.25
 
@@ -127,42 +127,42 @@ class Worker:
         return load_model(Path(student["folder"]), precision=student["precision"], compute=self.work["compute"],
                           device=device)  # fmt: skip
 
-    @functools.cached_property
-    def reward(self) -> Callable[[dict[str, Any], list[int]], float | None]:
-        return load_rewarder(self.work)
-
     def run(self) -> None:
         """Raises Preempted, or OpdError for the partition that cannot go on; those before it are finished."""
         torch.set_num_threads(self.work["threads"])
-        for entry in self.work["partitions"]:
-            owned = keys.partition_prefix(self.work["stage_prefix"], entry["partition"])
-            owner = {"stage": "rollout", "partition": entry["partition"]}
-            with self.stop.at_once():
-                lease = leases.acquire(
-                    self.store, owned, owner=owner, dead_after_seconds=self.work["dead_after_seconds"]
-                )
-            if isinstance(lease, leases.Lease):
-                with lease:
-                    lease.finish(self._partition(lease, entry))
-            # The store has every segment; on this node nobody will look for them again.
-            shutil.rmtree(self.scratch / owned, ignore_errors=True)
-            self.say("finished", partition=entry["partition"], epoch=lease.epoch)
+        with Rewarder(self.work) as rewarder:
+            for entry in self.work["partitions"]:
+                self._own(entry, rewarder)
 
-    def _partition(self, lease: leases.Lease, entry: dict[str, Any]) -> dict[str, Any]:
+    def _own(self, entry: dict[str, Any], rewarder: Rewarder) -> None:
+        owned = keys.partition_prefix(self.work["stage_prefix"], entry["partition"])
+        owner = {"stage": "rollout", "partition": entry["partition"]}
+        with self.stop.at_once():
+            lease = leases.acquire(self.store, owned, owner=owner, dead_after_seconds=self.work["dead_after_seconds"])
+        if isinstance(lease, leases.Lease):
+            with lease:
+                lease.finish(self._partition(lease, entry, rewarder))
+        # The store has every segment; on this node nobody will look for them again.
+        shutil.rmtree(self.scratch / owned, ignore_errors=True)
+        self.say("finished", partition=entry["partition"], epoch=lease.epoch)
+
+    def _partition(self, lease: leases.Lease, entry: dict[str, Any], rewarder: Rewarder) -> dict[str, Any]:
         started = time.monotonic()
         partition = Partition(self, lease, entry)
         responses = partition.sample()
         common = {"run_id": self.work["run_id"], "iteration": self.work["iteration"], "partition": partition.index,
                   "student_version": self.work["student"]["digest"]}  # fmt: skip
+        rewarder.start_partition()
         manifest = publish(
             self.store,
             functools.partial(keys.owned_object, lease.owned, lease.epoch),
             partition.requests,
             [responses[r["trajectory_id"]] for r in partition.requests],
-            self.reward,
+            rewarder,
             common,
         )
-        return manifest | {"stats": manifest["stats"] | {"seconds": time.monotonic() - started}}
+        stats = {"verifier_failures": rewarder.failures, "seconds": time.monotonic() - started}
+        return manifest | {"stats": manifest["stats"] | stats}
 
 
 class Partition:

@@ -72,7 +72,7 @@ class Site:
                 "trajectory_id": trajectory_id, "prompt_id": f"prompt{i // 3}", "sample_index": i % 3,
                 "split": "train", "prompt_ids": [1, *range(20, 20 + 7 * (i // 3 + 1))],
                 "sampling_key": keys.sampling_key(5, trajectory_id), "max_response_tokens": 110 if i else 1,
-                "prompt": {"prompt_id": f"prompt{i // 3}", "verifier": "tests.faults.test_rollout_kill:count_letters"},
+                "prompt": {"prompt_id": f"prompt{i // 3}", "verifier": "tests.verifiers:count_letters"},
             })  # fmt: skip
         self.work = {
             "root": str(folder / "data"), "run_id": "kills", "iteration": 0, "stage_prefix": PREFIX,
@@ -80,6 +80,7 @@ class Site:
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2], "vocab_size": 259,
             "engine": {"max_sequences": 5, "page_tokens": 16, "kv_bytes": 1 << 22}, "threads": 1,
             "seal_seconds": 0.1, "grace_seconds": 20.0, "dead_after_seconds": DEAD_AFTER_SECONDS,
+            "verifier": {"timeout_seconds": 30.0, "max_failures": 0},
             "partitions": [{"partition": 3, "requests": requests}],
         }  # fmt: skip
 
@@ -153,11 +154,6 @@ class Run:
 
     def output(self) -> str:
         return "".join(p.read_text() for p in (self._said, self._errors) if p.exists())
-
-
-def count_letters(text: str, prompt: dict) -> float:
-    """The verifier of these tests."""
-    return sum(c.isalpha() for c in text) + len(prompt["prompt_id"]) / 16
 
 
 @pytest.fixture(scope="module")
