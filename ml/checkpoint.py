@@ -22,9 +22,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_to_fp8
-from ml.linear import COMPUTE_DTYPES, MXFP4_COLUMNS, Compute, Linear, Precision, dense_precision, weight_values
+from ml.linear import COMPUTE_DTYPES, Compute, Linear, Precision, dense_precision, weight_values
 from ml.model import ModelConfig, Transformer
-from ml.model_files import CONFIG, EMBEDDING, HEAD, INDEX, MXFP4_STORED, WEIGHTS, read_config, tensor_files
+from ml.model_files import (
+    CONFIG,
+    EMBEDDING,
+    HEAD,
+    INDEX,
+    MXFP4_COLUMNS,
+    MXFP4_STORED,
+    WEIGHTS,
+    read_config,
+    tensor_files,
+)
 from schemas.errors import ConfigError, FormatError, StoreError
 
 SHARD_BYTES = 4 << 30

@@ -26,9 +26,6 @@ Compute = Literal["fp32", "bf16"]
 
 COMPUTE_DTYPES: dict[Compute, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-#: Columns that share one scale.
-MXFP4_COLUMNS = 32
-
 ROWS = 32
 _MIN_CUDA_ROWS = 16
 _ALIGN_BYTES = 64
@@ -38,7 +35,7 @@ def weight_values(w: torch.Tensor, precision: Precision) -> torch.Tensor:
     """The numbers that a weight stands for on a value grid, in w's own dtype and shape.
 
     "fp32": w itself. "bf16": each element rounded to the nearest bf16, ties to even. "mxfp4": w's MXFP4 code, for a
-    matrix whose columns are a multiple of MXFP4_COLUMNS; quantise the fp32 master, since rounding to bf16 first can
+    matrix whose columns are a multiple of 32; quantise the fp32 master, since rounding to bf16 first can
     give other codes. The gradient of both passes straight through to w.
     """
     if precision == "fp32":

@@ -20,6 +20,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: quantization_config of a folder whose linears are stored as NAME.blocks and NAME.scales. transformers does not know
 #: the method: it warns, and lists every linear's weight as missing.
 MXFP4_STORED = {"quant_method": "opd_mxfp4"}
+#: Columns that share one scale.
+MXFP4_COLUMNS = 32
 _READ_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100_000_000
 

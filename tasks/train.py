@@ -95,6 +95,8 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
         checkpoint = dict(manifest["checkpoint"])
         row = {name: checkpoint.get(name) for name in CHECKPOINTS.column_names()}
         stats = _summary(config, rows)
+        if config.student.precision == "mxfp4":
+            stats["fp8_inexact"] = manifest["fp8_inexact"]
         stats["checkpoint"] = {
             "version": checkpoint["version"],
             "export": [o for o in manifest["objects"] if o["group"] == "export"],

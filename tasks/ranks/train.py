@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from infra import leases
 from infra.store import ObjectStore, open_store
-from ml.checkpoint import load_model, read_head, save_model
+from ml.checkpoint import fp8_exact, load_model, read_head, save_model
 from ml.linear import COMPUTE_DTYPES
 from ml.model_files import model_digest, read_config
 from ml.train.batches import Frame, schedule
@@ -144,7 +144,7 @@ def _train_and_export(
     finally:
         if loader is not None:
             loader.close()
-    manifest = _export(work, store, engine, lease, notes.rows, num_steps, optimizer_steps + num_steps - first_step)
+    manifest = _export(work, store, engine, lease, notes, num_steps, optimizer_steps + num_steps - first_step)
     manifest |= {"stats": {"seconds": time.monotonic() - started, "steps": num_steps, "ranks": ranks}}
     engine.close()
     if rank == 0:
@@ -221,7 +221,7 @@ def _save_mid_plan(engine: TrainEngine, scratch: Path, rank: int, steps: int, fa
 
 def _export(
     work: dict[str, Any], store: ObjectStore, engine: TrainEngine, lease: leases.Lease | None,
-    rows: list[dict[str, Any]], steps: int, optimizer_steps: int,
+    notes: Notes, steps: int, optimizer_steps: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Model folder, optimizer and metric rows as objects; without the lease only the collective gathering."""
     parameters = ((name.removeprefix(_PREFIX), tensor) for name, tensor in engine.parameters())
@@ -236,13 +236,14 @@ def _export(
     )  # fmt: skip
     save_state(out / "optimizer", engine.moments() if optimizer_steps else (), {"optimizer_steps": optimizer_steps})
     version = model_digest(out / "export")
+    inexact = _fp8_inexact(work, out / "export", notes, steps)
     lease.check()
     objects = []
     for group in ("export", "optimizer"):
         for path in sorted((out / group).iterdir()):
             key = keys.owned_object(lease.owned, lease.epoch, f"{group}/{path.name}")
             objects.append({"group": group, "name": path.name, "key": key, **_put_file(store, key, path)})
-    data = b"".join(keys.canonical_json(row) + b"\n" for row in rows)
+    data = b"".join(keys.canonical_json(row) + b"\n" for row in notes.rows)
     rows_key = keys.owned_object(lease.owned, lease.epoch, "rows.jsonl")
     store.put(rows_key, data)
     checkpoint = {
@@ -254,9 +255,19 @@ def _export(
     }  # fmt: skip
     shutil.rmtree(out, ignore_errors=True)
     return {
-        "objects": objects, "rows_key": rows_key, "rows_digest": keys.digest_bytes(data), "num_rows": len(rows),
-        "checkpoint": checkpoint,
+        "objects": objects, "rows_key": rows_key, "rows_digest": keys.digest_bytes(data),
+        "num_rows": len(notes.rows), "checkpoint": checkpoint, "fp8_inexact": inexact,
     }  # fmt: skip
+
+
+def _fp8_inexact(work: dict[str, Any], export: Path, notes: Notes, steps: int) -> list[str]:
+    """Names of the new student's linears whose MXFP4 values FP8 would change, counted as a metric. They cost nothing
+    here, where products are taken in bf16 on the MXFP4 values; products in FP8 must leave them out."""
+    if work["precision"] != "mxfp4":
+        return []
+    inexact = [name for name, exact in fp8_exact(export).items() if not exact]
+    notes.metric(steps, "fp8_inexact_linears", None, float(len(inexact)))
+    return inexact
 
 
 def _put_file(store: ObjectStore, key: str, path: Path) -> dict[str, Any]:
