@@ -8,7 +8,7 @@ demo: setup models  ## two iterations on SmolLM2-135M, about six minutes on two 
 
 test: setup models lint types imports  ## everything that CI checks
 	@echo "== tests"
-	@.venv/bin/python -m pytest -m "not gpu"
+	@.venv/bin/python -m pytest -m "not gpu" --durations=20
 
 setup:  ## project-local environment and Delta jars; seconds when both are there
 	@infra/setup/setup.sh

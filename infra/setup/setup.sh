@@ -31,7 +31,8 @@ step 1/4 "environment .venv with $("$python" --version)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r infra/setup/bootstrap.lock
 step 2/4 "$(grep -c '^[a-z].*==' requirements.lock) pinned packages, 6 GB unpacked; one to six minutes"
-.venv/bin/uv pip sync --quiet --python .venv/bin/python --require-hashes requirements.lock
+# Compiled once here: otherwise each rank process of a read-only or shared environment compiles for itself.
+.venv/bin/uv pip sync --quiet --compile-bytecode --python .venv/bin/python --require-hashes requirements.lock
 .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation -e .
 step 3/4 "Delta jars"
 .venv/bin/python -m infra.spark fetch-jars jars
