@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 
 from schemas.config import RunConfig, Teacher
@@ -24,12 +24,14 @@ def teacher_context(teacher: Teacher, tokenizer: Tokenizer, prompt: dict[str, An
         return tokenizer.render(messages)
     try:
         extra = (
-            SandboxedEnvironment()
+            SandboxedEnvironment(undefined=StrictUndefined)
             .from_string(teacher.template)
             .render(prompt | {"context": json.loads(prompt["context"] or "{}")})
         )
     except TemplateError as error:
-        raise ConfigError(f"teachers, {teacher.id}, template", expected="a Jinja template", found=str(error)) from error
+        raise ConfigError(
+            f"teachers, {teacher.id}, template", expected="a Jinja template of the prompt's columns", found=str(error)
+        ) from error
     return tokenizer.render(messages, system_extra=extra)
 
 

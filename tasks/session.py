@@ -21,7 +21,7 @@ from infra.spark import SparkChild
 from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas.config import RunConfig
-from schemas.errors import ContractError
+from schemas.errors import ContractError, FormatError, StoreError
 from tasks.models import model_digest, resolve_model
 from tasks.prompt_files import file_source
 
@@ -86,12 +86,26 @@ def run_record(session: Session) -> dict[str, Any]:
     }
 
 
+def read_json(store: ObjectStore, key: str) -> dict[str, Any]:
+    """A record or manifest. Raises FormatError for an object that is no JSON object, StoreError for a missing one."""
+    try:
+        value = json.loads(store.get(key))
+    except ValueError as error:
+        raise FormatError(
+            f"{store.root}/{key}", expected="a JSON object", found=str(error), safe="every other object",
+            next_command="take the object from a backup; or another run_id",
+        ) from error  # fmt: skip
+    if not isinstance(value, dict):
+        raise FormatError(f"{store.root}/{key}", expected="a JSON object", found=type(value).__name__)
+    return value
+
+
 def newest_record(store: ObjectStore, run_id: str) -> tuple[int, dict[str, Any]] | None:
     """(number, record) of the newest run record, or None for a run that never started."""
     records = store.list(keys.run_records(run_id))
     if not records:
         return None
-    return int(Path(records[-1]).stem), json.loads(store.get(records[-1]))
+    return int(Path(records[-1]).stem), read_json(store, records[-1])
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -128,6 +142,16 @@ def _check_record(session: Session, from_iteration: int | None) -> None:
     session.store.put_if_absent(keys.run_record(session.run_id, number + 1), keys.canonical_json(record))
 
 
+def _make_scratch(config: RunConfig) -> None:
+    try:
+        (Path(config.scratch).absolute() / config.run_id).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"scratch = {config.scratch!r}", expected="a local folder that can be written", found=str(error),
+            safe="everything under the data root",
+        ) from error  # fmt: skip
+
+
 def spark_child(config: RunConfig) -> SparkChild:
     return SparkChild(
         root=config.data,
@@ -144,8 +168,12 @@ def open_session(
     from_iteration: int | None = None,
     target: tuple[int, str] | None = None,
 ) -> Iterator[Session]:
-    """Own the run until the block ends. Raises ContractError for a live run or a changed configuration."""
+    """Own the run until the block ends.
+
+    Raises ContractError for a live run or a changed configuration, StoreError for a folder that cannot be used.
+    """
     store = open_store(config.data)
+    _make_scratch(config)
     owned = keys.run_lease(config.run_id)
     lease = leases.acquire(
         store, owned, owner={"run": config.run_id}, dead_after_seconds=RUN_LEASE_DEAD_AFTER_SECONDS, wait=False

@@ -17,7 +17,7 @@ from infra import leases, tables
 from schemas import keys
 from schemas.errors import ContractError, FormatError, StageError
 from schemas.rows import TABLES, content_digest
-from tasks.session import Session
+from tasks.session import Session, read_json
 
 #: Raised by one when the bytes that a stage writes change their meaning.
 FORMAT_VERSIONS = {"rollout": 1, "teach": 1, "dispatch": 1, "train": 1}
@@ -85,7 +85,7 @@ def run_stage(session: Session, stage: Stage) -> StageResult:
     prefix = keys.stage_prefix(session.run_id, stage.iteration, stage.name, mark)
     manifest_key = keys.stage_manifest(prefix)
     if session.store.head(manifest_key) is not None:
-        manifest = json.loads(session.store.get(manifest_key))
+        manifest = read_json(session.store, manifest_key)
         session.progress(stage.name, 1, 1, "already finished")
     elif session.target not in (None, (stage.iteration, stage.name)):
         raise StageError(
@@ -98,7 +98,7 @@ def run_stage(session: Session, stage: Stage) -> StageResult:
     for table, entry in manifest["tables"].items():
         commit(session, table, entry)
     if session.store.put_if_absent(manifest_key, keys.canonical_json(manifest)) is False:
-        stored = json.loads(session.store.get(manifest_key))
+        stored = read_json(session.store, manifest_key)
         if stored["output_digest"] != manifest["output_digest"]:
             raise ContractError(
                 manifest_key, expected=f"output {manifest['output_digest']}", found=stored["output_digest"],

@@ -93,7 +93,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
             return {"missing": str(error).replace("\n", "; ")}
         return {"failed": repr(error)}
     except Exception as error:
-        traceback.print_exc()
+        if "call" in request:
+            traceback.print_exc()  # into the worker's log, where the user's code can be found at fault
         return {"failed": repr(error)[:300]}
     return {"value": value} if math.isfinite(value) else {"failed": f"{value}, which is not finite"}
 

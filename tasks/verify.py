@@ -6,7 +6,6 @@ invariants are counted from the rows themselves.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from infra.store import ObjectStore, open_store
 from schemas import keys, shards
 from schemas.errors import ContractError, OpdError
 from schemas.rows import TABLES, content_digest
+from tasks.session import read_json
 
 STAGES = ("rollout", "teach", "dispatch", "train")
 
@@ -37,7 +37,7 @@ def _manifests(store: ObjectStore, run_id: str) -> dict[tuple[int, str], list[di
     for key in store.list(keys.run_prefix(run_id) + "/"):
         parts = key.split("/")
         if len(parts) == 6 and parts[5] == "manifest.json" and parts[3] in STAGES:
-            manifest = json.loads(store.get(key))
+            manifest = read_json(store, key)
             found[int(parts[2]), parts[3]].append(manifest | {"prefix": key.removesuffix("/manifest.json")})
     return found
 

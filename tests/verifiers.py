@@ -55,3 +55,8 @@ def sleeps(_text: str, _prompt: dict) -> float:
 
 def never_leaves_c(_text: str, _prompt: dict) -> float:
     return float(9 ** (9**9))
+
+
+def as_told(text: str, prompt: dict) -> float:
+    """Behaves like the verifier that the environment names."""
+    return globals()[os.environ["OPD_TEST_VERIFIER"]](text, prompt)
