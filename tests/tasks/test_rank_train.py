@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from infra.leases import Finished, finished
 from infra.store import open_store
@@ -125,6 +125,26 @@ def fetch(work: Path, group: str, folder: Path) -> Path:
 def straight(base) -> tuple[Path, list[dict[str, Any]]]:
     work = write_work(base, "straight")
     return work, events(work)
+
+
+def test_a_student_in_mxfp4_exports_its_master_and_names_the_linears_that_fp8_would_change(base, straight):
+    assert manifest_of(straight[0])["fp8_inexact"] == []
+    assert not [row for row in rows_of(straight[0]) if row["name"] == "fp8_inexact_linears"]
+    tiny_model(base / "wide", width=64)
+    weights = load_file(base / "wide" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name][:, :32] *= 2.0**-24
+    save_file(weights, base / "wide" / "model.safetensors", metadata={"format": "pt"})
+    settings = Train.model_validate({"save_every_steps": 0, "learning_rate": 1e-12}).model_dump()
+    options = {"student_folder": str(base / "wide"), "precision": "mxfp4", "train": settings}
+    work = write_work(base, "mxfp4", **options)
+    events(work)
+    assert manifest_of(work)["fp8_inexact"] == [name]
+    counts = [(row["step"], row["value"]) for row in rows_of(work) if row["name"] == "fp8_inexact_linears"]
+    assert counts == [(STEPS, 1.0)]
+    exported = load_file(fetch(work, "export", base / "wide-export") / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert all(tensor.dtype == torch.float32 for tensor in exported.values())
 
 
 def test_the_export_is_a_model_that_transformers_loads_and_its_digest_the_version(base, straight):
