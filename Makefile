@@ -7,6 +7,7 @@ demo: setup models  ## two iterations on SmolLM2-135M, about six minutes on two 
 	@.venv/bin/opd run infra/runs/demo.toml
 
 test: setup models lint types imports  ## everything that CI checks
+	@.venv/bin/python -m infra.spark fetch-jars jars s3
 	@echo "== tests"
 	@.venv/bin/python -m pytest -m "not gpu" --durations=20
 

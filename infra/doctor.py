@@ -1,32 +1,101 @@
-"""Does an object store keep the promises that runs rely on? Tried on the store itself, under doctor/, and removed.
+"""Does an object store keep the promises that runs rely on, and has this machine what they need?
 
-A service may ignore what it does not know: a PUT that should be conditional overwrites, a range brings the whole
-object. Nothing would fail at once; two owners would. So each promise is tested by what a breach would show.
+Store promises are tried on the store itself, under doctor/, and removed. A service may ignore what it does not know: a
+PUT that should be conditional overwrites, a range brings the whole object. Nothing would fail at once; two owners
+would. So each promise is tested by what a breach would show.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from infra.store import ObjectStore
-from schemas.errors import ContractError, OpdError
+from infra import jars
+from infra.spark import SparkChild
+from infra.store import ObjectStore, open_store
+from schemas.config import Spark
+from schemas.errors import ContractError, OpdError, StoreError
 from schemas.keys import digest_bytes
 
 _RACERS, _ROUNDS = 8, 3
+_DISK_BYTES = 2 << 30
 _BODY = bytes(range(256)) * 64
 
 
 @dataclass(frozen=True)
 class Promise:
-    """One promise, and what was found; kept tells whether that is it."""
+    """One promise, and what was found; kept tells whether that is it.
+
+    exit_status: that of a command that ends because the promise is broken.
+    """
 
     name: str
     kept: bool
     found: str
+    exit_status: int = ContractError.exit_status
+
+
+def examine(root: str, scratch: Path, shm_bytes: int, spark: Spark) -> Iterator[Promise]:
+    """Every promise that a run relies on, one after another as they are tried; no broken one raises.
+
+    root: data root; scratch: local folder of logs and model copies; shm_bytes: what the training loader takes of
+    /dev/shm.
+    """
+    yield _answered("Java", jars.java)
+    yield _room(scratch, _DISK_BYTES)
+    yield _room(Path("/dev/shm"), shm_bytes)
+    try:
+        yield from check_store(open_store(root))
+    except OpdError as error:
+        yield _broken("object store", error)
+        return
+    yield _answered("Spark and Delta", lambda: _try_spark(root, scratch, spark))
+
+
+def _broken(name: str, error: OpdError) -> Promise:
+    return Promise(name, False, str(error), error.exit_status)
+
+
+def _answered(name: str, check: Callable[[], str]) -> Promise:
+    """What check() answers, or the error that it raises."""
+    try:
+        return Promise(name, True, check())
+    except OpdError as error:
+        return _broken(name, error)
+
+
+def _room(folder: Path, needed_bytes: int) -> Promise:
+    name = f"room in {folder}"
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    found = f"{free / 1e9:.1f} GB free of {needed_bytes / 1e9:.1f} GB needed"
+    return Promise(name, free >= needed_bytes, found, StoreError.exit_status)
+
+
+def _try_spark(root: str, scratch: Path, settings: Spark) -> str:
+    """Starts Spark over the root's tables; on S3 it must create log entries conditionally, or commits can be lost."""
+    with SparkChild(root, settings.model_dump(), scratch.absolute() / "logs" / "doctor.log") as spark:
+        if not root.startswith("s3://"):
+            spark.call("infra.spark:version")
+            return "a session starts"
+        store, key = open_store(root), f"doctor/{uuid.uuid4().hex}/00000000000000000000.json"
+        try:
+            breach = spark.call("infra.spark:check_log", root=root, key=key)
+        finally:
+            store.delete(key)
+    if breach:
+        raise ContractError(
+            f"Delta log in {root}", expected="entries that are created once (PUT with If-None-Match)", found=breach,
+            safe="nothing was started", next_command="use a service with conditional PUT",
+        )  # fmt: skip
+    return "a session starts, and log entries are created once"
 
 
 def check_store(store: ObjectStore) -> list[Promise]:

@@ -1,8 +1,9 @@
-"""The pinned Delta jars and the Java that runs them.
+"""The pinned jars of Delta, and of S3 for roots that lie there, and the Java that runs them.
 
-`jars.lock` names each jar by Maven coordinate and SHA-256. A missing jar is resolved by the Ivy inside pyspark with
-settings of our own (one default resolver, no transitive dependency), so that neither Maven nor a half-filled local
-repository matters. A jar with another digest is never used.
+`jars.lock` and `jars_s3.lock` name each jar by Maven coordinate and SHA-256. A missing jar is resolved by the Ivy
+inside pyspark with settings of our own (one default resolver, no transitive dependency), so that neither Maven nor a
+half-filled local repository matters. A jar with another digest is never used. What Delta lacks on S3, a log whose
+entries are created conditionally, is ConditionalLogStore.scala, compiled by the Scala compiler inside pyspark.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pathlib import Path
 from schemas.errors import ConfigError, FormatError, StoreError
 
 LOCK = Path(__file__).with_name("jars.lock")
+S3_LOCK = Path(__file__).with_name("jars_s3.lock")
+LOG_STORE = Path(__file__).with_name("ConditionalLogStore.scala")
 MINIMUM_JAVA = 17
 _RESOLVE_SECONDS = 600
 
@@ -90,23 +93,44 @@ def java() -> str:
     )
 
 
-def fetch(folder: str | Path, progress: Callable[[str], None] = print) -> list[Path]:
+def fetch(folder: str | Path, progress: Callable[[str], None] = print, *, s3: bool = False) -> list[Path]:
     """Paths of the pinned jars inside `folder`; what is missing is resolved once, what is there is only checked.
+
+    s3: also those of jars_s3.lock and the compiled log store, which only tables under s3:// need.
 
     Raises ConfigError without Java, StoreError when a jar cannot be resolved, FormatError when a jar's digest is not
     the pinned one (the file is left for inspection and not used).
     """
     folder = Path(folder).resolve()
-    pinned = read_lock()
+    pinned = read_lock() + (read_lock(S3_LOCK) if s3 else ())
     missing = [jar for jar in pinned if not (folder / jar.file_name).exists()]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
-        progress(f"jars: resolving {len(missing)} of {len(pinned)} (13 MB in all) into {folder}")
+        progress(f"jars: resolving {len(missing)} of {len(pinned)} ({26 if s3 else 13} MB in all) into {folder}")
         _resolve(missing, folder)
     for jar in pinned:
         _check(folder / jar.file_name, jar)
-    progress(f"jars: {len(pinned)} present in {folder}, digests match {LOCK.name}")
-    return [folder / jar.file_name for jar in pinned]
+    progress(f"jars: {len(pinned)} present in {folder}, digests match the lock")
+    return [folder / jar.file_name for jar in pinned] + ([_log_store(folder)] if s3 else [])
+
+
+def _log_store(folder: Path) -> Path:
+    """The compiled log store, named by its source: made once, in four seconds, and again when the source changes."""
+    jar = folder / f"opd-log-store-{hashlib.sha256(LOG_STORE.read_bytes()).hexdigest()[:16]}.jar"
+    if jar.exists():
+        return jar
+    libraries = os.pathsep.join([str(pyspark_home() / "jars" / "*"), *map(str, folder.glob("delta-storage-*.jar"))])
+    with tempfile.TemporaryDirectory(prefix="opd-scala-", dir=folder) as scratch:
+        made = Path(scratch) / jar.name
+        command = [java(), "-cp", libraries, "scala.tools.nsc.Main", "-usejavacp", "-d", str(made), str(LOG_STORE)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode != 0:
+            raise StoreError(
+                f"compiling {LOG_STORE.name}", expected=f"{jar.name} in {folder}",
+                found=_last_lines(run.stdout + run.stderr, 6), next_command="java -version; df -h",
+            )  # fmt: skip
+        os.replace(made, jar)
+    return jar
 
 
 def _check(path: Path, jar: Jar) -> None:
@@ -144,7 +168,7 @@ def _resolve(jars: Sequence[Jar], folder: Path) -> None:
                     expected="a jar from the central Maven repository", found=_last_lines(output, 6),
                     safe=f"jars already in {folder}",
                     next_command="check the network (Java takes -Dhttps.proxyHost from JAVA_TOOL_OPTIONS), or copy "
-                    f"the jars that {LOCK.name} names into {folder}",
+                    f"the jars that {LOCK.name} and {S3_LOCK.name} name into {folder}",
                 )  # fmt: skip
             _check(scratch / jar.file_name, jar)
         # Two set-ups may race for one folder: a rename shows a jar whole or not at all.

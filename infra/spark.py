@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from infra import jars, tables
+from infra.store import s3_endpoint
 from schemas import errors
 from schemas.config import Spark
 from schemas.errors import ConfigError, OpdError, StageError
@@ -48,7 +49,8 @@ def session(root: str, settings: Spark) -> SparkSession:
     pinned jars.
     """
     jars.java()
-    jar_paths = jars.fetch(settings.jars, progress=lambda _: None)
+    on_s3 = root.startswith("s3://")
+    jar_paths = jars.fetch(settings.jars, progress=lambda text: print(text, file=sys.stderr), s3=on_s3)
     # A Spark that the user has installed elsewhere would meet jars of another version.
     os.environ["SPARK_HOME"] = str(jars.pyspark_home())
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
@@ -77,6 +79,7 @@ def session(root: str, settings: Spark) -> SparkSession:
         "spark.databricks.delta.properties.defaults.enableDeletionVectors": "false",
         # Delta rebuilds a snapshot in 50 tasks unless told otherwise: seconds each, for logs of a few thousand files.
         "spark.databricks.delta.snapshotPartitions": "1",
+        **(_s3a_options() if on_s3 else {}),
     }
     builder = SparkSession.builder
     for name, value in options.items():
@@ -85,6 +88,57 @@ def session(root: str, settings: Spark) -> SparkSession:
     spark.sparkContext.setLogLevel("WARN")
     tables.register_tables(spark, root)
     return spark
+
+
+def _s3a_options() -> dict[str, str]:
+    """S3A by the AWS_* environment that boto3 reads. Credentials go from it to the JVM, never into an option."""
+    endpoint = s3_endpoint()
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    options = {
+        "aws.credentials.provider": "software.amazon.awssdk.auth.credentials.DefaultCredentialsProvider",
+        "create.conditional.enabled": "true",
+        # Bucket names in the host name need DNS entries that services of one's own seldom have.
+        **({"endpoint": endpoint, "path.style.access": "true"} if endpoint else {}),
+        **({"endpoint.region": region} if region else {}),
+    }
+    return {
+        "spark.delta.logStore.s3a.impl": "opd.ConditionalLogStore",
+        **{f"spark.hadoop.fs.s3a.{name}": value for name, value in options.items()},
+    }
+
+
+def version(spark: SparkSession) -> str:
+    """Spark's version: the smallest question that a session answers."""
+    return spark.version
+
+
+def check_log(spark: SparkSession, *, root: str, key: str) -> str:
+    """Breach, or "", of the promise that an entry of a Delta log under s3:// is created once.
+
+    Tried by the session's own log store on the object `key`, which is left to the caller to delete.
+    """
+    java: Any = spark._jvm
+    jvm_session: Any = spark._jsparkSession
+    configuration = jvm_session.sparkContext().hadoopConfiguration()
+    path = java.org.apache.hadoop.fs.Path(f"s3a://{root.removeprefix('s3://').rstrip('/')}/{key}")
+    log_store = java.opd.ConditionalLogStore(configuration)
+
+    def write(text: str) -> bool:
+        lines = java.java.util.ArrayList()
+        lines.add(text)
+        try:
+            log_store.write(path, lines.iterator(), False, configuration)
+        except Exception as error:
+            if "FileAlreadyExistsException" not in str(error):
+                raise
+            return False
+        return True
+
+    if not write("first"):
+        return "a new entry counts as taken"
+    if not write("first"):
+        return "an entry whose answer was lost counts as another's"
+    return "an entry was overwritten by another" if write("second") else ""
 
 
 class SparkChild:
@@ -267,15 +321,16 @@ def _main(arguments: list[str]) -> int:
         case ["serve", answer_fd, root, settings]:
             _serve(int(answer_fd), root, Spark.model_validate_json(settings))
             return 0
-        case ["fetch-jars", folder]:
+        case ["fetch-jars", folder, *only_s3] if only_s3 in ([], ["s3"]):
             try:
-                jars.fetch(folder)
+                jars.fetch(folder, s3=bool(only_s3))
             except OpdError as error:
                 print(error, file=sys.stderr)
                 return error.exit_status
             return 0
     print(
-        ConfigError("python -m infra.spark", expected="fetch-jars FOLDER", found=" ".join(arguments)), file=sys.stderr
+        ConfigError("python -m infra.spark", expected="fetch-jars FOLDER [s3]", found=" ".join(arguments)),
+        file=sys.stderr,
     )
     return ConfigError.exit_status
 

@@ -85,6 +85,11 @@ def open_store(root: str) -> ObjectStore:
     return S3Store(bucket, prefix.strip("/"))
 
 
+def s3_endpoint() -> str | None:
+    """URL of the S3 service by the standard environment; None stands for AWS itself."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
 def check_key(key: str) -> str:
     """The key itself, if it is relative, without empty, '.' or '..' parts and writable on both kinds of store."""
     parts = key.split("/")

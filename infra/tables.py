@@ -2,9 +2,11 @@
 
     ROOT/tables/NAME    a Delta table, partitioned by its slice key, registered as opd.NAME
 
-Spark is the only writer. Commits to one table are serialised by a lease on the table, and on a local root by a
-lock file too, so that a lease holder that was paused cannot overwrite its heir's commit. Reading needs no JVM: stages
-and ranks go through delta-rs, and so does the read-back of a commit, which so is checked by a second reader.
+Spark is the only writer. Commits to one table are serialised by a lease on the table. A holder that was paused cannot
+overwrite its heir's commit: each carries its epoch as Delta's transaction version, and Delta takes none that is not
+higher than the last; log entries are created once, on S3 by a conditional PUT, locally under a lock file. Reading
+needs no JVM: stages and ranks go through delta-rs, and so does the read-back of a commit, which so is checked by a
+second reader.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import pyarrow as pa
 from deltalake.exceptions import DeltaError
 
 from infra import leases
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore, open_store, s3_endpoint
 from schemas import keys
 from schemas import rows as rows_schema
 from schemas.errors import ConfigError, ContractError, FormatError, StoreError
@@ -58,7 +60,30 @@ def arrow_schema(table: Table) -> pa.Schema:
 
 
 def table_exists(root: str, table: str) -> bool:
-    return deltalake.DeltaTable.is_deltatable(table_uri(root, table))
+    try:
+        return deltalake.DeltaTable.is_deltatable(table_uri(root, table), _storage_options(root))
+    except (OSError, DeltaError) as error:
+        raise _unreadable(root, table, error) from error
+
+
+def _storage_options(root: str) -> dict[str, str] | None:
+    """What delta-rs does not take from the AWS_* environment in the form that boto3 knows."""
+    endpoint = s3_endpoint()
+    if "://" not in root or endpoint is None:
+        return None
+    # Its own default refuses plain HTTP, which services of a private network often speak.
+    return {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"}
+
+
+def _delta_table(root: str, table: str) -> deltalake.DeltaTable:
+    return deltalake.DeltaTable(table_uri(root, table), storage_options=_storage_options(root))
+
+
+def _unreadable(root: str, table: str, error: Exception) -> StoreError:
+    return StoreError(
+        f"table {table_uri(root, table)}", expected="a readable Delta table", found=str(error)[:500],
+        next_command="opd doctor; if the store is well, opd verify RUN",
+    )  # fmt: skip
 
 
 def create_tables(spark: SparkSession, root: str) -> None:
@@ -109,9 +134,9 @@ def commit_slice(
     with _commit_lock(store, root, table) as lease:
         written = not _same(spec, read_rows(root, table, slice), new_rows)
         if written:
-            lease.check()
-            _replace(spark, root, spec, slice, new_rows)
-        version = deltalake.DeltaTable(table_uri(root, table)).version()
+            with _fenced(spark, lease):
+                _replace(spark, root, spec, slice, new_rows)
+        version = _delta_table(root, table).version()
         found = read_rows(root, table, slice)
     if len(found) != num_rows or rows_schema.content_digest(spec, found) != content_digest:
         raise ContractError(
@@ -129,19 +154,19 @@ def delete_slices_from(spark: SparkSession, root: str, run_id: str, iteration: i
         if "iteration" not in spec.slice_key or not _has_slice_from(root, name, run_id, iteration):
             continue
         with _commit_lock(open_store(root), root, name) as lease:
-            lease.check()
-            result = spark.sql(
-                f"DELETE FROM delta.`{table_uri(root, name, for_spark=True)}` "
-                f"WHERE run_id = {_literal(run_id)} AND iteration >= {int(iteration)}"
-            )
-            deleted[name] = int(result.collect()[0]["num_affected_rows"])
+            with _fenced(spark, lease):
+                result = spark.sql(
+                    f"DELETE FROM delta.`{table_uri(root, name, for_spark=True)}` "
+                    f"WHERE run_id = {_literal(run_id)} AND iteration >= {int(iteration)}"
+                ).collect()
+            deleted[name] = int(result[0]["num_affected_rows"])
     return deleted
 
 
 def _has_slice_from(root: str, table: str, run_id: str, iteration: int) -> bool:
     if not table_exists(root, table):
         return False
-    parts = deltalake.DeltaTable(table_uri(root, table)).partitions()
+    parts = _delta_table(root, table).partitions()
     return any(part["run_id"] == run_id and int(part["iteration"]) >= iteration for part in parts)
 
 
@@ -165,13 +190,10 @@ def read_rows(
     names = ", ".join(f'"{c}"' for c in wanted)
     query = f"SELECT {names} FROM rows WHERE {condition} ORDER BY {order}"
     try:
-        source = deltalake.DeltaTable(table_uri(root, table))
+        source = _delta_table(root, table)
         return pa.table(deltalake.QueryBuilder().register("rows", source).execute(query).read_all()).to_pylist()
     except (OSError, DeltaError, ValueError) as error:
-        raise StoreError(
-            f"table {table_uri(root, table)}", expected="a readable Delta table", found=str(error)[:500],
-            next_command="opd verify RUN",
-        ) from error  # fmt: skip
+        raise _unreadable(root, table, error) from error
 
 
 def read_jsonl(store: ObjectStore, table: Table, key: str) -> list[dict[str, Any]]:
@@ -285,6 +307,27 @@ def _commit_lock(store: ObjectStore, root: str, table: str) -> Iterator[leases.L
         raise ContractError(keys.table_lease(table), expected="leases only", found="a manifest")
     with lease, _local_lock(root, table):
         yield lease
+
+
+@contextlib.contextmanager
+def _fenced(spark: SparkSession, lease: leases.Lease) -> Iterator[None]:
+    """Delta skips or refuses the block's commit once a later epoch of the table has committed.
+
+    Raises ContractError for an owner that was superseded before or meanwhile.
+    """
+    lease.check()
+    fence = {"txnAppId": lease.owned, "txnVersion": str(lease.epoch)}
+    for name, value in fence.items():
+        spark.conf.set(f"spark.databricks.delta.write.{name}", value)
+    try:
+        yield
+    except Exception:
+        lease.check()  # a conflict with the heir's commit is not the news, that there is an heir is
+        raise
+    finally:
+        for name in fence:
+            spark.conf.unset(f"spark.databricks.delta.write.{name}")
+    lease.check()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -62,6 +63,31 @@ def commit_and_die(spark: SparkSession, *, marker: str, commit: dict[str, Any]) 
 
         tables._replace = replace_and_die
     return tables.commit_slice(spark, **commit)
+
+
+def commit_stopped(spark: SparkSession, *, commit: dict[str, Any]) -> dict[str, Any]:
+    """commit_slice by a process that is stopped, JVM and all, between its last look at the lease and the commit."""
+    replace = tables._replace
+
+    def stop_and_replace(*arguments: Any) -> None:
+        os.killpg(0, signal.SIGSTOP)
+        replace(*arguments)
+
+    tables._replace = stop_and_replace
+    try:
+        return tables.commit_slice(spark, **commit)
+    finally:
+        tables._replace = replace
+
+
+def commit_impatiently(spark: SparkSession, *, commit: dict[str, Any]) -> dict[str, Any]:
+    """commit_slice by a process that takes another for dead, or its lock for kept, after a second."""
+    patient = tables._LEASE_SECONDS, tables._LOCK_SECONDS
+    tables._LEASE_SECONDS = tables._LOCK_SECONDS = 1.0
+    try:
+        return tables.commit_slice(spark, **commit)
+    finally:
+        tables._LEASE_SECONDS, tables._LOCK_SECONDS = patient
 
 
 def sleep(spark: SparkSession, *, seconds: float) -> None:

@@ -30,6 +30,14 @@ def test_the_lock_names_the_jars_of_the_installed_delta() -> None:
     assert len(pinned) == 5
 
 
+def test_the_s3_jars_fit_the_hadoop_inside_pyspark() -> None:
+    hadoop = next((jars.pyspark_home() / "jars").glob("hadoop-client-api-*.jar")).stem.rpartition("-")[2]
+    pinned = {jar.artifact: jar.version for jar in jars.read_lock(jars.S3_LOCK)}
+    assert pinned["hadoop-aws"] == hadoop
+    assert "bundle" not in pinned
+    assert len({jar.version for jar in jars.read_lock(jars.S3_LOCK) if jar.group == "software.amazon.awssdk"}) == 1
+
+
 @pytest.mark.parametrize("line", ["io.delta:x:1", "io.delta:x:1 0123", "io.delta:x " + "0" * 64, " "])
 def test_a_line_of_the_lock_that_is_none_is_named(line: str, tmp_path: Path) -> None:
     lock = tmp_path / "jars.lock"
