@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from schemas.errors import EXIT_PREEMPTED, OpdError
+from schemas.errors import EXIT_PREEMPTED, OpdError, StoreError
 
 _EPILOG = """\
 examples:
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "write a model folder with its linears in MXFP4, for teachers with precision mxfp4"
     pack = actions.add_parser("pack", help=text, description=f"{text[0].upper()}{text[1:]}.")
     pack.add_argument("source", metavar="MODEL", help="Hugging Face model folder with float weights")
-    pack.add_argument("--to", required=True, metavar="FOLDER", help="replaced when it is there")
+    pack.add_argument("--to", required=True, metavar="FOLDER", help="a new folder, or one packed before")
     return parser
 
 
@@ -292,6 +292,14 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # The stores explain theirs; what is left are work files and logs on a disk that is full or not ours.
+        refused = StoreError(
+            error.filename or "the file system", expected="to read and write there", found=str(error),
+            safe="everything that was committed", next_command="the same command again, once that is cured",
+        )  # fmt: skip
+        print(f"\n{refused}", file=sys.stderr)
+        return refused.exit_status
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from infra import launch
+from ml.model_files import CONFIG, read_config
 from schemas import keys
 from schemas.config import RunConfig
-from schemas.errors import StageError
+from schemas.errors import ConfigError, StageError
 from tasks.models import resolve_model, teacher_checks
 from tasks.prompts import load_prompts
 from tasks.room import teacher_context
@@ -31,8 +32,11 @@ def report(
 
     Columns: model, precision (the configured one), prompts, and those of ml.fidelity.Fidelity. num_prompts: read by
     each model at most. on_model(model) is called when a model's turn comes. Raises the errors of `teacher_checks` and
-    `load_model`, ConfigError for a folder that is stored in MXFP4 and so has no other self to compare with.
+    `load_model`, ConfigError for no prompts at all and for a folder that is stored in MXFP4, which has no other self
+    to compare with.
     """
+    if num_prompts < 1:
+        raise ConfigError("--prompts", expected="1 or more", found=str(num_prompts))
     student = resolve_model(config.student.path)
     vocab_size = teacher_checks(student, {t.id: resolve_model(t.path) for t in config.teachers})
     work = {"models": _models(config, student, num_prompts), "vocab_size": vocab_size, "threads": os.cpu_count() or 1}
@@ -62,13 +66,18 @@ def report(
 def pack(source: str, folder: str) -> tuple[int, int]:
     """Write `source`'s model to `folder` in MXFP4, for a teacher with precision "mxfp4"; bytes of both folders.
 
-    Raises as ml.checkpoint.export_mxfp4 does.
+    Raises ConfigError for a folder that holds anything but an earlier result, and as ml.checkpoint.export_mxfp4 does.
     """
     from ml.checkpoint import export_mxfp4
 
-    before = resolve_model(source)
-    export_mxfp4(Path(folder), before)
-    return _bytes(before), _bytes(Path(folder))
+    before, after = resolve_model(source), Path(folder)
+    # What stands there is replaced whole, so it must be nothing that cannot be made again.
+    if after.exists() and not ((after / CONFIG).is_file() and "quantization_config" in read_config(after)):
+        raise ConfigError(f"--to {folder}", expected="a new folder, or one packed before", found="something else")
+    if after.resolve() == before.resolve():
+        raise ConfigError(f"--to {folder}", expected="another folder than the model's own", found="the same")
+    export_mxfp4(after, before)
+    return _bytes(before), _bytes(after)
 
 
 def _bytes(folder: Path) -> int:

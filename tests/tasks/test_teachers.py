@@ -109,6 +109,29 @@ def test_a_packed_teacher_is_smaller_loads_the_same_and_is_told_apart(base, tmp_
     assert "MXFP4 weights" in capsys.readouterr().err
 
 
+def test_packing_replaces_nothing_but_what_it_made(base, tmp_path, capsys):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "thesis.txt").write_text("years of work")
+    before = (base / "student" / "model.safetensors").read_bytes()
+    for target in (kept, base / "student", base / "teacher"):
+        assert main(["teachers", "pack", str(base / "student"), "--to", str(target)]) == 2
+        assert f"--to {target}" in capsys.readouterr().err
+    assert (kept / "thesis.txt").read_text() == "years of work"
+    assert (base / "student" / "model.safetensors").read_bytes() == before
+    again = [main(["teachers", "pack", str(base / "student"), "--to", str(tmp_path / "new")]) for _ in range(2)]
+    assert again == [0, 0]
+    assert main(["teachers", "pack", str(tmp_path / "new"), "--to", str(tmp_path / "new")]) == 2
+    assert main(["teachers", "pack", str(base / "ragged"), "--to", str(tmp_path / "odd")]) == 2
+    assert "32 columns" in capsys.readouterr().err
+    assert not (tmp_path / "odd").exists()
+
+
+def test_a_report_on_nothing_is_refused(base, capsys):
+    assert main(["teachers", "report", str(base / "run.toml"), "--prompts", "0"]) == 2
+    assert "--prompts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("student", "teacher", "precisions", "message"),
     [
