@@ -134,7 +134,7 @@ def commit_slice(
     with _commit_lock(store, root, table) as lease:
         written = not _same(spec, read_rows(root, table, slice), new_rows)
         if written:
-            with _fenced(spark, lease):
+            with _fenced(spark, root, table, lease):
                 _replace(spark, root, spec, slice, new_rows)
         version = _delta_table(root, table).version()
         found = read_rows(root, table, slice)
@@ -154,7 +154,7 @@ def delete_slices_from(spark: SparkSession, root: str, run_id: str, iteration: i
         if "iteration" not in spec.slice_key or not _has_slice_from(root, name, run_id, iteration):
             continue
         with _commit_lock(open_store(root), root, name) as lease:
-            with _fenced(spark, lease):
+            with _fenced(spark, root, name, lease):
                 result = spark.sql(
                     f"DELETE FROM delta.`{table_uri(root, name, for_spark=True)}` "
                     f"WHERE run_id = {_literal(run_id)} AND iteration >= {int(iteration)}"
@@ -310,12 +310,19 @@ def _commit_lock(store: ObjectStore, root: str, table: str) -> Iterator[leases.L
 
 
 @contextlib.contextmanager
-def _fenced(spark: SparkSession, lease: leases.Lease) -> Iterator[None]:
+def _fenced(spark: SparkSession, root: str, table: str, lease: leases.Lease) -> Iterator[None]:
     """Delta skips or refuses the block's commit once a later epoch of the table has committed.
 
     Raises ContractError for an owner that was superseded before or meanwhile.
     """
     lease.check()
+    last = _delta_table(root, table).transaction_version(lease.owned)
+    if last is not None and last >= lease.epoch:
+        raise ContractError(
+            f"table {table_uri(root, table)}", expected=f"a last commit of an epoch before {lease.epoch}",
+            found=f"epoch {last}: objects of {lease.owned} are lost", safe="the table as it was",
+            next_command=f"put them back; or drop tables/{table}, and runs continued by opd run fill it again",
+        )  # fmt: skip
     fence = {"txnAppId": lease.owned, "txnVersion": str(lease.epoch)}
     for name, value in fence.items():
         spark.conf.set(f"spark.databricks.delta.write.{name}", value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,6 +197,21 @@ def test_a_superseded_committer_writes_nothing(
     with pytest.raises(ContractError, match="heir"):
         commit(spark, spark_root, "metrics", metrics_slice("superseded"), [metric("superseded", 0, 1.0)])
     assert deltalake.DeltaTable(tables.table_uri(spark_root, "metrics")).version() == version
+
+
+def test_a_table_whose_lease_objects_are_lost_says_so(spark: SparkSession, spark_root: str, tmp_path: Path) -> None:
+    """Their epochs count on in the table: a lower one would be skipped without a word."""
+    commit(spark, spark_root, "metrics", metrics_slice("lost-lease"), [metric("lost-lease", 0, 1.0)])
+    objects = Path(spark_root) / keys.table_lease("metrics")
+    objects.rename(tmp_path / "kept")
+    try:
+        with pytest.raises(ContractError, match="objects of table-leases/metrics are lost"):
+            commit(spark, spark_root, "metrics", metrics_slice("lost-lease"), [metric("lost-lease", 0, 2.0)])
+    finally:
+        shutil.rmtree(objects)
+        (tmp_path / "kept").rename(objects)
+    commit(spark, spark_root, "metrics", metrics_slice("lost-lease"), [metric("lost-lease", 0, 2.0)])
+    assert [row["value"] for row in tables.read_rows(spark_root, "metrics", {"run_id": "lost-lease"})] == [2.0]
 
 
 def test_racing_commits_to_one_table_all_arrive(spark: SparkSession, spark_root: str) -> None:
