@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
@@ -118,7 +120,20 @@ def test_the_list_of_settings_changes_only_on_purpose():
                 names.append(prefix + name)
 
     walk(config.RunConfig, "")
-    from pathlib import Path
-
     frozen = (Path(__file__).parents[1] / "golden" / "settings.txt").read_text().split()
     assert sorted(names) == frozen
+
+
+def examples() -> list:
+    """The configurations that users start from: files of infra/runs and the README's."""
+    root = Path(__file__).parents[2]
+    found = [pytest.param(p.read_text(), id=p.name) for p in sorted((root / "infra/runs").glob("*.toml"))]
+    blocks = re.findall(r"^```toml\n(.*?)^```", (root / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    return found + [pytest.param(text, id=f"README {i}") for i, text in enumerate(blocks)]
+
+
+@pytest.mark.parametrize("text", examples())
+def test_every_example_loads(tmp_path, text):
+    (tmp_path / "run.toml").write_text(text)
+    run = config.load(tmp_path / "run.toml")
+    assert run.prompts.files or run.prompts.datasets
