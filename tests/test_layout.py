@@ -17,7 +17,7 @@ def test_only_ops_have_something_in_their_init():
 
 
 def test_transformers_does_not_take_our_kernels_for_the_hub_package():
-    from transformers.utils import is_kernels_available
+    from transformers.utils.import_utils import is_kernels_available
 
     assert is_kernels_available() is False
 
