@@ -522,3 +522,16 @@ def run_all(model: Transformer, everything: list[Request]) -> dict[str, Finished
     for request in everything:
         one.add(request)
     return run(one)
+
+
+@pytest.mark.parametrize(("stop_ids", "reason"), [(tuple(range(VOCABULARY)), "stop"), (STOP, "length")])
+def test_a_response_has_at_least_one_token(stop_ids, reason):
+    """The stop token is part of the response, and a limit of one leaves room for one."""
+    one = engine(models("llama")[1], stop_ids=stop_ids)
+    for request in requests(6):
+        one.add(request if reason == "stop" else replace(request, max_response_tokens=1))
+    found = run(one)
+    assert [len(f.response_ids) for f in found.values()] == [1] * 6
+    assert reason in {f.finish_reason for f in found.values()}
+    with pytest.raises(ContractError, match="at least 1"):
+        engine(models("llama")[1]).add(replace(requests(1)[0], max_response_tokens=0))
