@@ -7,11 +7,14 @@ need a limit or an environment of their own in one of theirs.
 from __future__ import annotations
 
 import json
+import math
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +25,32 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flows import cli
-from infra import store_s3
+from infra import leases, store_s3, tables
+from infra.store import LocalStore
+from schemas import config as run_config
+from schemas import keys
 from schemas.errors import ConfigError, ContractError, FormatError, OpdError, StageError, StoreError
+from tasks import plan, rollout, teach, train
+from tasks.session import open_session
+from tasks.students import student_of
+from tasks.verify import verify
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark]
 
 REPOSITORY = Path(__file__).parents[2]
-PROMPTS = [{"text": f"What is {i}+1?", "answer": i + 1, "verifier": "tests.verifiers:as_told"} for i in range(4)]
+VERIFIED = {"verifier": "tests.verifiers:as_told"}
+#: Legal, if unusual: a byte order mark, CRLF, U+2028, no verifier, a row that stands twice.
+PROMPTS = b"\xef\xbb\xbf" + b"".join(
+    json.dumps(row, ensure_ascii=False).encode() + b"\r\n"
+    for row in (
+        {"text": "What is 1+1?", "answer": 2} | VERIFIED,
+        {"text": "One line\u2028or two?", "answer": "one"} | VERIFIED,
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}], "answer": "?"},
+        {"text": "What is 2+2?", "answer": 4} | VERIFIED,
+        {"answer": 4, "text": "What is 2+2?"} | VERIFIED,
+    )
+)
 CONFIG = f"""
 run_id = "bad"
 seed = 3
@@ -160,6 +181,8 @@ CONFIGURATION = [
     case("unknown key", ConfigError, "did you mean 'page_tokens'",
          lambda s: s.config("page_tokens", "page_tokns")),
     case("wrong type", ConfigError, "train.learning_rate", lambda s: s.set("train.learning_rate=fast")),
+    case("responses of no token", ConfigError, ("rollout.max_response_tokens", "greater than 0"),
+         lambda s: s.set("rollout.max_response_tokens=0")),
     case("override without a value", ConfigError, "SECTION.KEY=VALUE", lambda s: s.set("train.learning_rate")),
     case("run_id that leaves its folder", ConfigError, "run_id", lambda s: s.set("run_id=../other")),
     case("iteration out of range", ConfigError, "0 to 0", lambda s: s.command.__setitem__(-1, "7")),
@@ -208,21 +231,21 @@ MODELS = [
 OWN_PROMPTS = [
     case("no such prompt file", ConfigError, "none.jsonl", lambda s: s.config("own.jsonl", "none.jsonl")),
     case("prompt file of another kind", ConfigError, ".jsonl or .parquet", lambda s: s.config("own.jsonl", "run.toml")),
-    case("prompts are not UTF-8", FormatError, ("own.jsonl, line 5", "UTF-8"),
+    case("prompts are not UTF-8", FormatError, ("own.jsonl, line 6", "UTF-8"),
          lambda s: s.prompts(b'{"text": "caf\xe9"}')),
     case("prompts in UTF-16", FormatError, ("own.jsonl, line 1", "UTF-8"),
          lambda s: (s.folder / "own.jsonl").write_text('{"text": "a"}', "utf-16")),
-    case("prompts are no JSON", FormatError, "line 5", lambda s: s.prompts(b'{"text": "a"')),
-    case("lone surrogate", FormatError, ("line 5", "U+DC00"), lambda s: s.prompts({"text": "a\udc00"})),
-    case("NUL", FormatError, ("line 5", "a NUL"), lambda s: s.prompts({"text": "a\0b"})),
-    case("empty text", FormatError, "line 5, text", lambda s: s.prompts({"text": " "})),
-    case("messages and text", FormatError, ("line 5", "both"),
+    case("prompts are no JSON", FormatError, "line 6", lambda s: s.prompts(b'{"text": "a"')),
+    case("lone surrogate", FormatError, ("line 6", "U+DC00"), lambda s: s.prompts({"text": "a\udc00"})),
+    case("NUL", FormatError, ("line 6", "a NUL"), lambda s: s.prompts({"text": "a\0b"})),
+    case("empty text", FormatError, "line 6, text", lambda s: s.prompts({"text": " "})),
+    case("messages and text", FormatError, ("line 6", "both"),
          lambda s: s.prompts({"text": "a", "messages": [{"role": "user", "content": "a"}]})),
-    case("unknown column", FormatError, ("line 5, column 'anwser'", "did you mean 'answer'"),
+    case("unknown column", FormatError, ("line 6, column 'anwser'", "did you mean 'answer'"),
          lambda s: s.prompts({"text": "a", "anwser": "b"})),
     case("unknown role", FormatError, "did you mean 'user'",
          lambda s: s.prompts({"messages": [{"role": "users", "content": "a"}]})),
-    case("row's unknown teacher", ConfigError, ("line 5", "did you mean 'second'"),
+    case("row's unknown teacher", ConfigError, ("line 6", "did you mean 'second'"),
          lambda s: s.prompts({"text": "a", "teachers": ["scond"]})),
     case("row without a teacher", ConfigError, "at least one",
          lambda s: s.config('teachers = ["hinted", "second"]', "teachers = []")),
@@ -293,16 +316,51 @@ STOPPED = [
 ]  # fmt: skip
 
 
+def pad_vocabulary(model: Path, rows: int) -> None:
+    """Rows beyond the tokenizer, as models are padded for speed; loud ones, to be heard if they are not left out."""
+    tensors = load_file(model / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        extra = torch.full((rows - len(tensors[name]), tensors[name].shape[1]), 9.0)
+        tensors[name] = torch.cat([tensors[name], extra])
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+
+
+ROLLED = [
+    case("damaged stage manifest", FormatError, "manifest.json",
+         lambda s: flip(s.only("data/runs/bad/00000/rollout/*/manifest.json"), 0.0)),
+    case("damaged token shard", FormatError, ("tokens.safetensors", "SHA-256"),
+         lambda s: (flip(s.only("data/runs/bad/00000/rollout/*/p00000/e*/tokens.safetensors"), 0.99),
+                    s.command.__setitem__(0, "teach"))),
+    case("missing token shard", StoreError, "tokens.safetensors",
+         lambda s: (s.only("data/runs/bad/00000/rollout/*/p00000/e*/tokens.safetensors").unlink(),
+                    s.command.__setitem__(0, "teach"))),
+    case("student changed between stages", ContractError, "models.student",
+         lambda s: (s.tensors("student/model.safetensors", lambda t: t["model.norm.weight"].mul_(2)),
+                    s.command.__setitem__(0, "teach"))),
+]  # fmt: skip
+
+PLANNED = [
+    case("damaged hidden states", FormatError, "CRC",
+         lambda s: (flip(sorted(s.folder.glob("data/runs/bad/00000/teach/*/p*/e*/*.safetensors"))[0], 0.99),
+                    s.command.__setitem__(0, "train"))),
+    case("loader too small for one pack", ConfigError, "train.loader_bytes",
+         lambda s: (s.command.__setitem__(0, "train"), s.set("train.loader_bytes=64"))),
+]  # fmt: skip
+
+
 def make_folder(folder: Path) -> None:
     tiny_model(folder / "student", seed=0)
     tiny_model(folder / "second", seed=1, tied=False, width=64)
+    pad_vocabulary(folder / "second", 272)
     shutil.copytree(folder / "second", folder / "foreign")
     tokenizer = json.loads((folder / "foreign/tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     (folder / "foreign/tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "run.toml").write_text(CONFIG)
-    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    (folder / "own.jsonl").write_bytes(PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -326,10 +384,39 @@ def run_apart(
 
 
 @pytest.fixture
-def site(stopped, tmp_path, monkeypatch) -> Site:
+def site(stopped, tmp_path, monkeypatch) -> Iterator[Site]:
     """A copy of the stopped run, its prompts already in the table, so that hardly a case needs a JVM."""
-    shutil.copytree(stopped[0], tmp_path / "site")
-    return Site(tmp_path / "site", monkeypatch)
+    yield from copy_of(stopped[0], tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def cured(stopped, tmp_path_factory) -> dict[str, Path]:
+    """The stopped run with a verifier that works, driven to its end in one session: a copy after each stage."""
+    folder = tmp_path_factory.mktemp("cured")
+    shutil.copytree(stopped[0], folder / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        Site(folder / "run", patch)
+        with open_session(run_config.load("run.toml")) as session:
+            student = student_of(session, None)
+            rolled = rollout.rollout(session, 0, student)
+            shutil.copytree(folder / "run", folder / "rolled")
+            taught = teach.teach(session, 0, rolled)
+            planned = plan.dispatch(session, 0, rolled, taught)
+            shutil.copytree(folder / "run", folder / "planned")
+            train.train(session, 0, student, {"rollout": rolled, "teach": taught, "dispatch": planned})
+    return {name: folder / name for name in ("rolled", "planned", "run")}
+
+
+@pytest.fixture
+def after(request, cured, tmp_path, monkeypatch) -> Iterator[Site]:
+    yield from copy_of(cured[request.param], tmp_path, monkeypatch)
+
+
+def copy_of(folder: Path, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[Site]:
+    before = signal.getsignal(signal.SIGTERM)
+    shutil.copytree(folder, tmp_path / "site")
+    yield Site(tmp_path / "site", patch)
+    signal.signal(signal.SIGTERM, before)
 
 
 def assert_answer(text: str, status: int, expected: Case) -> None:
@@ -348,11 +435,12 @@ def half_written(folder: Path) -> list[Path]:
 
 
 def answered(site: Site, bad: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    manifests = set(site.folder.glob("data/runs/*/00000/*/*/manifest.json"))
     bad.spoil(site)
     status = cli.main(site.arguments())
     assert_answer(capfd.readouterr().err, status, bad)
     assert half_written(site.folder) == []
-    assert not list(site.folder.glob("data/runs/*/00000/rollout/*/manifest.json")), "nothing finished"
+    assert set(site.folder.glob("data/runs/*/00000/*/*/manifest.json")) == manifests, "nothing new has finished"
 
 
 @pytest.mark.parametrize("bad", CONFIGURATION + MODELS + OWN_PROMPTS + AROUND)
@@ -362,8 +450,64 @@ def test_bad_input_of_a_new_run_has_one_clear_answer(site, bad, capfd):
 
 
 @pytest.mark.parametrize("bad", STOPPED)
-def test_damage_to_a_run_has_one_clear_answer(site, bad, capfd):
+def test_damage_to_a_stopped_run_has_one_clear_answer(site, bad, capfd):
     answered(site, bad, capfd)
+
+
+@pytest.mark.parametrize(
+    ("bad", "after"),
+    [
+        pytest.param(*c.values, name, id=c.id)
+        for name, cases in (("rolled", ROLLED), ("planned", PLANNED))
+        for c in cases
+    ],
+    indirect=["after"],
+)
+def test_damage_between_stages_has_one_clear_answer(after, bad, capfd):
+    answered(after, bad, capfd)
+
+
+def test_a_live_run_names_its_owner(site, capfd):
+    site.set("run_id=live")
+    lease = leases.acquire(
+        LocalStore(site.folder / "data"), keys.run_lease("live"), owner={"run": "live"}, dead_after_seconds=20
+    )
+    assert isinstance(lease, leases.Lease)
+    with lease:
+        status = cli.main(site.arguments())
+    assert_answer(capfd.readouterr().err, status, Case("", ContractError, (f"'pid': {os.getpid()}",), lambda _: None))
+
+
+def test_no_java_is_said_before_anything_is_sampled(site, capfd):
+    site.prompts({"text": "not in the table yet"})
+    site.set("run_id=new")
+    site.patch.setenv("PATH", "/nonexistent")
+    site.patch.delenv("JAVA_HOME", raising=False)
+    status = cli.main(site.arguments())
+    assert_answer(capfd.readouterr().err, status, Case("", ConfigError, ("Java", "JAVA_HOME"), lambda _: None))
+    assert not list(site.folder.glob("data/runs/new/00000/rollout/*/p00000/e*"))
+
+
+def test_a_full_disk_leaves_nothing_behind(site):
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+    before = {p for p in site.folder.rglob("*") if p.is_file()}
+    done = run_apart(site.folder, {}, before=full)
+    assert_answer(done.stderr, done.returncode, Case("", StoreError, ("room for the object",), lambda _: None))
+    assert {p for p in site.folder.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    ("bucket", "secret", "says"), [("no-such-bucket", None, "no-such-bucket"), (None, "wrong", "AWS_SECRET_ACCESS_KEY")]
+)
+def test_a_store_that_refuses_is_named(site, s3, capfd, bucket, secret, says):
+    site.set(f"data=s3://{bucket}/x" if bucket else f"data={s3}", "run_id=new")
+    if secret:
+        site.patch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    status = cli.main(site.arguments())
+    assert_answer(capfd.readouterr().err, status, Case("", StoreError, (says,), lambda _: None))
 
 
 def test_a_verifier_stops_the_stage_with_every_token_logged(stopped):
@@ -371,3 +515,25 @@ def test_a_verifier_stops_the_stage_with_every_token_logged(stopped):
     assert_answer(error, 6, Case("", StageError, ("no such answer", "the response is in the log"), lambda _: None))
     assert list(folder.glob("data/runs/bad/00000/rollout/*/p00000/e000001/wal/000001.seg"))
     assert not list(folder.glob("data/runs/bad/00000/rollout/*/p00000/e000001/rows.jsonl"))
+
+
+def test_the_cured_run_continues_and_what_is_legal_works(cured):
+    """Responses of one token, a padded head, and a prompt file with all that is allowed, through the whole loop."""
+    data = str(cured["run"] / "data")
+    rows = tables.read_rows(data, "trajectories", {"run_id": "bad"})
+    assert len(rows) == 3 * 2 + 1
+    assert {(r["response_tokens"], r["sampled_tokens"]) for r in rows} == {(1, 1)}
+    prompts = {p["prompt_id"]: p for p in tables.read_rows(data, "prompts", {})}
+    assert sorted(json.loads(p["messages"])[-1]["content"] for p in prompts.values()) == [
+        "One line\u2028or two?", "What is 1+1?", "What is 2+2?", "Why?",
+    ]  # fmt: skip
+    assert all((r["reward"] is None) == (prompts[r["prompt_id"]]["verifier"] is None) for r in rows)
+    assert any(r["reward"] is not None for r in rows)
+    segments = sorted(p.parts[-3] for p in (cured["run"] / "data").glob("runs/bad/00000/rollout/*/p00000/e*/wal/*.seg"))
+    assert segments.count("e000001") == 2, "the first worker sampled"
+    assert set(segments) > {"e000001"}, "its heir only took over"
+    checks = verify(data, "bad")
+    assert [c for c in checks if c.breaches] == []
+    trained = tables.read_rows(data, "metrics", {"run_id": "bad", "stage": "train"})
+    assert trained
+    assert all(math.isfinite(m["value"]) for m in trained)
