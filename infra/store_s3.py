@@ -26,7 +26,7 @@ from boto3.session import Session
 from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
-from infra.store import ObjectInfo, check_key
+from infra.store import ObjectInfo, check_key, s3_endpoint
 from schemas.errors import ConfigError, FormatError, OpdError, StoreError
 from schemas.keys import digest_bytes
 
@@ -46,6 +46,30 @@ _PASSING_CODES = {
 }  # fmt: skip
 _CREDENTIAL_CODES = {"InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "AccessDenied", "Forbidden", "403"}
 _CHECKSUM_ADVICE = "AWS_REQUEST_CHECKSUM_CALCULATION=when_required (request_checksum_calculation=when_required)"
+
+
+def client_settings() -> dict[str, str]:
+    """Endpoint, region and credentials as boto3 finds them (environment, profile, role), for another S3 client.
+
+    Under their AWS_* names; secrets included, so never for a log. Raises ConfigError for a profile that is not there.
+    """
+    settings = {}
+    if endpoint := s3_endpoint():
+        # Services of a private network often speak plain HTTP, which clients refuse unless told.
+        settings |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"}
+    try:
+        session = Session()
+        credentials = session.get_credentials()
+    except aws.BotoCoreError as error:
+        raise ConfigError("AWS settings of the environment", found=str(error)) from error
+    if session.region_name:
+        settings["AWS_REGION"] = session.region_name
+    if credentials is not None:
+        found = credentials.get_frozen_credentials()
+        names = {"AWS_ACCESS_KEY_ID": found.access_key, "AWS_SECRET_ACCESS_KEY": found.secret_key,
+                 "AWS_SESSION_TOKEN": found.token}  # fmt: skip
+        settings |= {name: value for name, value in names.items() if value}
+    return settings
 
 
 class _Replaced(Exception):

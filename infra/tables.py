@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ import pyarrow as pa
 from deltalake.exceptions import DeltaError
 
 from infra import leases
-from infra.store import ObjectStore, open_store, s3_endpoint
+from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas import rows as rows_schema
 from schemas.errors import ConfigError, ContractError, FormatError, StoreError
@@ -67,12 +68,12 @@ def table_exists(root: str, table: str) -> bool:
 
 
 def _storage_options(root: str) -> dict[str, str] | None:
-    """What delta-rs does not take from the AWS_* environment in the form that boto3 knows."""
-    endpoint = s3_endpoint()
-    if "://" not in root or endpoint is None:
+    """delta-rs knows neither profiles nor boto3's settings: it is told what boto3 found."""
+    if "://" not in root:
         return None
-    # Its own default refuses plain HTTP, which services of a private network often speak.
-    return {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"}
+    from infra.store_s3 import client_settings  # boto3 costs a third of a second, which local runs need not pay
+
+    return client_settings()
 
 
 def _delta_table(root: str, table: str) -> deltalake.DeltaTable:
@@ -80,8 +81,9 @@ def _delta_table(root: str, table: str) -> deltalake.DeltaTable:
 
 
 def _unreadable(root: str, table: str, error: Exception) -> StoreError:
+    plain = " ".join(re.sub(r"\x1b\[[0-9;]*m|↳", "", str(error)).split())
     return StoreError(
-        f"table {table_uri(root, table)}", expected="a readable Delta table", found=str(error)[:500],
+        f"table {table_uri(root, table)}", expected="a readable Delta table", found=plain[:500],
         next_command="opd doctor; if the store is well, opd verify RUN",
     )  # fmt: skip
 

@@ -16,8 +16,9 @@ from infra import tables
 from infra.spark import SparkChild
 from infra.store import open_store
 from schemas import keys
-from schemas.errors import ContractError, StoreError
+from schemas.errors import ConfigError, ContractError, StoreError
 from schemas.rows import METRICS, content_digest
+from tests import s3_server
 from tests.spark_session import SETTINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.s3, pytest.mark.slow]
@@ -48,6 +49,34 @@ def commit_of(root: str, value: float, run_id: str = "r") -> dict[str, Any]:
         "root": root, "table": "metrics", "slice": {"run_id": run_id, "iteration": 0, "stage": "train"},
         "row_keys": [key], "num_rows": 1, "content_digest": content_digest(METRICS, [row]),
     }  # fmt: skip
+
+
+def test_tables_are_read_with_a_profile_and_wrong_keys_are_named(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    profile = tmp_path / "credentials"
+    profile.write_text(
+        f"[here]\naws_access_key_id={s3_server.ACCESS_KEY}\naws_secret_access_key={s3_server.SECRET_KEY}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
+    monkeypatch.setenv("AWS_PROFILE", "here")
+    assert tables.read_rows(s3, "metrics", {}) == []
+    monkeypatch.setenv("AWS_PROFILE", "nowhere")
+    with pytest.raises(ConfigError, match="nowhere"):
+        tables.read_rows(s3, "metrics", {})
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "stranger")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-a-stranger")
+    with pytest.raises(StoreError, match="InvalidAccessKeyId") as caught:
+        tables.read_rows(s3, "metrics", {})
+    assert "secret-of-a-stranger" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 4
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.SECRET_KEY)
+    with pytest.raises(StoreError, match="NoSuchBucket"):
+        tables.read_rows("s3://no-such-bucket/here", "metrics", {})
 
 
 def values(root: str) -> list[float]:
@@ -93,6 +122,13 @@ def test_a_stopped_committer_overwrites_nothing(
             late.result()
         heir.call(f"{CALLS}:commit_impatiently", commit=commit_of(local, 2.0))
         assert values(local) == [2.0]
+
+    # Another's entry is never overwritten, nor is ours by another.
+    open_store(s3).put("log/taken.json", b"another's")
+    assert heir.call("infra.spark:check_log", root=s3, key="log/taken.json") == "a new entry counts as taken"
+    assert open_store(s3).get("log/taken.json") == b"another's"
+    assert heir.call("infra.spark:check_log", root=s3, key="log/new.json") == ""
+    assert open_store(s3).get("log/new.json") == b"first\n"
 
     # Slices of two runs, committed by both at once, are both there, and a deletion takes only what it names.
     with ThreadPoolExecutor(2) as pool:
