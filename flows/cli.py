@@ -207,9 +207,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     shm_bytes = Train.model_validate({}).loader_bytes
     status = 0
     for promise in examine(arguments.data, Path(arguments.scratch), shm_bytes, spark):
-        print(f"{'kept  ' if promise.kept else 'BROKEN'}  {promise.name}")
-        if promise.found != "kept":
-            print("\n".join(f"          {line}" for line in promise.found.split("\n")), flush=True)
+        detail = "" if promise.found == "kept" else ": " + promise.found.replace("\n", "\n          ")
+        print(f"{'kept  ' if promise.kept else 'BROKEN'}  {promise.name}{detail}", flush=True)
         if not promise.kept:
             status = status or promise.exit_status
     print(f"{arguments.data}: " + ("runs can rely on it" if status == 0 else "do not start a run here"))

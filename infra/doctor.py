@@ -108,6 +108,8 @@ def check_store(store: ObjectStore) -> list[Promise]:
         with contextlib.suppress(OpdError):  # a failure to clean up is never the news
             for key in store.list(f"{prefix}/"):
                 store.delete(key)
+        if "://" not in store.root:
+            shutil.rmtree(Path(store.root) / prefix, ignore_errors=True)  # the empty folders
 
 
 def require_promises(store: ObjectStore) -> None:
