@@ -32,6 +32,11 @@ def fails(_text: str, _prompt: dict) -> float:
     raise KeyError("no such answer")
 
 
+def fails_on_one(text: str, prompt: dict) -> float:
+    """Of the prompts of tests/faults/test_bad_input.py."""
+    return {"2": 0.5, "4": float(len(text))}[prompt["answer"]]
+
+
 def answers_in_words(_text: str, _prompt: dict):
     return "good"
 

@@ -331,10 +331,10 @@ ROLLED = [
     case("damaged stage manifest", FormatError, "manifest.json",
          lambda s: flip(s.only("data/runs/bad/00000/rollout/*/manifest.json"), 0.0)),
     case("damaged token shard", FormatError, ("tokens.safetensors", "SHA-256"),
-         lambda s: (flip(s.only("data/runs/bad/00000/rollout/*/p00000/e*/tokens.safetensors"), 0.99),
+         lambda s: (flip(s.only("data/runs/bad/00000/rollout/*/p00000/e000002/tokens.safetensors"), 0.99),
                     s.command.__setitem__(0, "teach"))),
     case("missing token shard", StoreError, "tokens.safetensors",
-         lambda s: (s.only("data/runs/bad/00000/rollout/*/p00000/e*/tokens.safetensors").unlink(),
+         lambda s: (s.only("data/runs/bad/00000/rollout/*/p00000/e000002/tokens.safetensors").unlink(),
                     s.command.__setitem__(0, "teach"))),
     case("student changed between stages", ContractError, "models.student",
          lambda s: (s.tensors("student/model.safetensors", lambda t: t["model.norm.weight"].mul_(2)),
@@ -391,18 +391,28 @@ def site(stopped, tmp_path, monkeypatch) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def cured(stopped, tmp_path_factory) -> dict[str, Path]:
-    """The stopped run with a verifier that works, driven to its end in one session: a copy after each stage."""
+    """The stopped run, driven to its end in one session with a verifier that may fail, and does on one prompt.
+
+    rolled, planned: copies as of after that stage; run: the finished one.
+    """
     folder = tmp_path_factory.mktemp("cured")
     shutil.copytree(stopped[0], folder / "run")
+
+    def keep(name: str) -> None:
+        shutil.copytree(folder / "run", folder / name)
+        shutil.rmtree(folder / name / "data/runs/bad/lease")  # this session's, which lives on
+
     with pytest.MonkeyPatch.context() as patch:
         Site(folder / "run", patch)
-        with open_session(run_config.load("run.toml")) as session:
+        patch.setenv("OPD_TEST_VERIFIER", "fails_on_one")
+        with open_session(run_config.load("run.toml", ["prompts.max_verifier_failures=2"])) as session:
             student = student_of(session, None)
             rolled = rollout.rollout(session, 0, student)
-            shutil.copytree(folder / "run", folder / "rolled")
+            assert session.notes == {"repeated prompt rows, each counted once": 1}
+            keep("rolled")
             taught = teach.teach(session, 0, rolled)
             planned = plan.dispatch(session, 0, rolled, taught)
-            shutil.copytree(folder / "run", folder / "planned")
+            keep("planned")
             train.train(session, 0, student, {"rollout": rolled, "teach": taught, "dispatch": planned})
     return {name: folder / name for name in ("rolled", "planned", "run")}
 
@@ -475,7 +485,7 @@ def test_a_live_run_names_its_owner(site, capfd):
     assert isinstance(lease, leases.Lease)
     with lease:
         status = cli.main(site.arguments())
-    assert_answer(capfd.readouterr().err, status, Case("", ContractError, (f"'pid': {os.getpid()}",), lambda _: None))
+    assert_answer(capfd.readouterr().err, status, Case("", ContractError, (f"process {os.getpid()}",), lambda _: None))
 
 
 def test_no_java_is_said_before_anything_is_sampled(site, capfd):
@@ -527,8 +537,12 @@ def test_the_cured_run_continues_and_what_is_legal_works(cured):
     assert sorted(json.loads(p["messages"])[-1]["content"] for p in prompts.values()) == [
         "One line\u2028or two?", "What is 1+1?", "What is 2+2?", "Why?",
     ]  # fmt: skip
-    assert all((r["reward"] is None) == (prompts[r["prompt_id"]]["verifier"] is None) for r in rows)
-    assert any(r["reward"] is not None for r in rows)
+    rewards = {p["answer"]: [r["reward"] for r in rows if r["prompt_id"] == i] for i, p in prompts.items()}
+    assert set(rewards["2"]) == {0.5}
+    assert all(value >= 0 for value in rewards["4"])
+    assert set(rewards["one"]) == set(rewards["?"]) == {None}, "a failed call, and no verifier"
+    (failures,) = tables.read_rows(data, "metrics", {"run_id": "bad", "name": "verifier_failures"})
+    assert failures["value"] == len(rewards["one"])
     segments = sorted(p.parts[-3] for p in (cured["run"] / "data").glob("runs/bad/00000/rollout/*/p00000/e*/wal/*.seg"))
     assert segments.count("e000001") == 2, "the first worker sampled"
     assert set(segments) > {"e000001"}, "its heir only took over"
