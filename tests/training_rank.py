@@ -22,7 +22,7 @@ import ml.linear
 from ml.checkpoint import load_model
 from ml.linear import COMPUTE_DTYPES
 from ml.train.batches import schedule
-from ml.train.engine import EngineSettings, TrainEngine, join_ranks
+from ml.train.engine import EngineSettings, TrainEngine, join_ranks, leave_ranks
 from ml.train.heads import TeacherHeads
 from ml.train.loader import NodeLoader, RankBatches
 from ml.train.loop import Report, train
@@ -152,6 +152,7 @@ def main(path: Path) -> None:
             results[scenario["name"]] = {"error": error}
     if dist.get_rank() == 0:
         torch.save(results, path.with_suffix(".results"))
+    leave_ranks()
 
 
 if __name__ == "__main__":

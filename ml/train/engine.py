@@ -139,6 +139,12 @@ class TrainEngine:
         self._engine.destroy()
 
 
+def leave_ranks() -> None:
+    """End the group that `join_ranks` joined: threads of gloo that outlive it can abort the process at its exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _initialize(module: Student, settings: EngineSettings, device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.type == "cuda" else "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed asks for it even when it sets up no group

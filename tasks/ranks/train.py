@@ -29,7 +29,7 @@ from ml.checkpoint import fp8_exact, load_model, read_head, save_model
 from ml.linear import COMPUTE_DTYPES
 from ml.model_files import model_digest, read_config
 from ml.train.batches import Frame, schedule
-from ml.train.engine import EngineSettings, TrainEngine, join_ranks
+from ml.train.engine import EngineSettings, TrainEngine, join_ranks, leave_ranks
 from ml.train.heads import TeacherHeads
 from ml.train.loader import NodeLoader, RankBatches
 from ml.train.loop import Report, train
@@ -300,6 +300,7 @@ def main(arguments: list[str]) -> int:
     """Exit status: 0, or that of the OpdError, which is also printed as an event."""
     try:
         run(json.loads(Path(arguments[0]).read_text()))
+        leave_ranks()
     except OpdError as error:
         print(json.dumps({"event": "error", "kind": error.kind, "text": str(error)}), flush=True)
         print(error, file=sys.stderr)
