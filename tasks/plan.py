@@ -53,7 +53,7 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
             )
         session.progress("dispatch", 1, 1, "plan")
 
-    def derive(manifests: dict[int, dict[str, Any]]):
+    def derive(manifests: dict[int, dict[str, Any]], _rows: list[dict[str, Any]]):
         stats = manifests[0]["stats"]
         observed = {"seconds"}
         metrics = [

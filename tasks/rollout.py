@@ -18,7 +18,7 @@ from tasks.prompts import prompts_of_iteration, read_prompts, split_prompts
 from tasks.rewards import check_verifiers
 from tasks.room import Room
 from tasks.session import Session
-from tasks.stage import Stage, StageResult, commit, read_rows_object, run_stage, slice_matches, table_entry
+from tasks.stage import Stage, StageResult, commit, run_stage, slice_matches, table_entry
 from tasks.students import Student
 from tasks.text import Tokenizer
 from tasks.workers import run_workers
@@ -158,8 +158,7 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
             )
         )  # fmt: skip
 
-    def derive(manifests: dict[int, dict[str, Any]]):
-        rows = [row for m in manifests.values() for row in read_rows_object(session, m["rows_key"], m["rows_digest"])]
+    def derive(manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
         failures = sum(m["stats"]["verifier_failures"] for m in manifests.values())
         metrics = _metrics(config.run_id, iteration, rows, failures)
         stats = {m["name"]: m["value"] for m in metrics}

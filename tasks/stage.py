@@ -53,7 +53,8 @@ class Stage:
     """What the runner needs to know of one stage in one iteration.
 
     partitions: index -> work, built from content alone. execute(work of the unfinished) returns when all have
-    finished or raises. derive(partition manifests) gives the rows of further tables and a JSON-ready summary.
+    finished or raises. derive(partition manifests, their rows) gives the rows of further tables and a JSON-ready
+    summary.
     """
 
     name: str
@@ -63,7 +64,9 @@ class Stage:
     inputs: dict[str, str]
     partitions: Callable[[str], dict[int, Any]]
     execute: Callable[[str, dict[int, Any]], None]
-    derive: Callable[[dict[int, dict[str, Any]]], tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]]
+    derive: Callable[
+        [dict[int, dict[str, Any]], list[dict[str, Any]]], tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]
+    ]
 
 
 def fingerprint(stage: Stage, run_id: str) -> str:
@@ -122,15 +125,16 @@ def _execute(session: Session, stage: Stage, prefix: str, mark: str) -> dict[str
             next_command=f"opd {stage.name} CONFIG --iteration {stage.iteration}",
         )  # fmt: skip
     manifests = {index: found.manifest for index, found in sorted(done.items())}
-    further, stats = stage.derive(manifests)
+    rows = [row for m in manifests.values() for row in _read_rows(session, m["rows_key"], m["rows_digest"])]
+    further, stats = stage.derive(manifests, rows)
     place = {"run_id": session.run_id, "iteration": stage.iteration, "stage": stage.name}
     primary = [m["rows_key"] for m in manifests.values()]
-    entries = {stage.table: table_entry(stage.table, place, primary, _partition_rows(session, manifests.values()))}
+    entries = {stage.table: table_entry(stage.table, place, primary, rows)}
     further["stage_runs"] = _stage_runs(session, stage, mark, done)
-    for table, rows in further.items():
+    for table, derived in further.items():
         key = f"{prefix}/tables/{table}.jsonl"
-        session.store.put(key, b"".join(keys.canonical_json(row) + b"\n" for row in rows))
-        entries[table] = table_entry(table, place, [key], rows)
+        session.store.put(key, b"".join(keys.canonical_json(row) + b"\n" for row in derived))
+        entries[table] = table_entry(table, place, [key], derived)
     objects = [[o["digest"] for o in m["objects"]] for m in manifests.values()]
     content = {table: entry["digest"] for table, entry in entries.items()}
     return {
@@ -150,10 +154,10 @@ def _finished(session: Session, prefix: str, partitions: Iterable[int]) -> dict[
     return {i: f for i, f in found.items() if f is not None}
 
 
-def read_rows_object(session: Session, key: str, expected_digest: str | None = None) -> list[dict[str, Any]]:
+def _read_rows(session: Session, key: str, expected_digest: str) -> list[dict[str, Any]]:
     """Rows of one JSONL object. Raises FormatError when its digest or a line is not what it should be."""
     data = session.store.get(key)
-    if expected_digest is not None and keys.digest_bytes(data) != expected_digest:
+    if keys.digest_bytes(data) != expected_digest:
         raise FormatError(
             key, expected=f"SHA-256 {expected_digest}", found=keys.digest_bytes(data), safe="every other object",
             next_command=f"opd verify {session.run_id}",
@@ -162,10 +166,6 @@ def read_rows_object(session: Session, key: str, expected_digest: str | None = N
         return [json.loads(line) for line in data.decode("utf-8", "surrogatepass").split("\n") if line]
     except ValueError as error:
         raise FormatError(key, expected="one JSON object a line", found=str(error)) from error
-
-
-def _partition_rows(session: Session, manifests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [row for m in manifests for row in read_rows_object(session, m["rows_key"], m["rows_digest"])]
 
 
 def table_entry(table: str, place: dict[str, Any], row_keys: list[str], rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tasks.models import resolve_model
 from tasks.prompts import load_prompts
 from tasks.room import teacher_context
 from tasks.session import Session, read_table
-from tasks.stage import Stage, StageResult, read_rows_object, run_stage
+from tasks.stage import Stage, StageResult, run_stage
 from tasks.text import Tokenizer
 from tasks.workers import run_workers
 
@@ -89,8 +89,7 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
             workers=workers, max_attempts=config.teach.max_attempts, grace_seconds=5.0, kill_after_tokens=0,
         )  # fmt: skip
 
-    def derive(manifests: dict[int, dict[str, Any]]):
-        rows = [row for m in manifests.values() for row in read_rows_object(session, m["rows_key"], m["rows_digest"])]
+    def derive(_manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
         tokens = {i: sum(r["rows"] for r in rows if r["teacher_index"] == i) for i in range(len(config.teachers))}
         metrics = [
             {"run_id": config.run_id, "iteration": iteration, "stage": "teach", "step": 0, "name": "hidden_rows",

@@ -13,7 +13,7 @@ from schemas import keys
 from schemas.rows import CHECKPOINTS
 from tasks.models import resolve_model
 from tasks.session import Session, read_table
-from tasks.stage import Stage, StageResult, read_rows_object, run_stage
+from tasks.stage import Stage, StageResult, run_stage
 from tasks.students import Student
 from tasks.text import Tokenizer
 from tasks.workers import run_group, write_rows
@@ -89,9 +89,8 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
             session, "train", iteration, work, ranks=config.train.ranks, max_attempts=config.train.max_attempts
         )  # fmt: skip
 
-    def derive(manifests: dict[int, dict[str, Any]]):
+    def derive(manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
         manifest = manifests[0]
-        rows = read_rows_object(session, manifest["rows_key"], manifest["rows_digest"])
         checkpoint = dict(manifest["checkpoint"])
         row = {name: checkpoint.get(name) for name in CHECKPOINTS.column_names()}
         stats = _summary(config, rows)
