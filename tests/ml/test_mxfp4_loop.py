@@ -23,8 +23,8 @@ from ml.checkpoint import export_mxfp4, fp8_exact, load_model, read_head
 from ml.linear import Linear, weight_values
 from ml.model import SPLIT_TOKENS, PackedCausal, SampledCausal, Transformer
 from schemas.errors import ConfigError, FormatError
-from tests.ml.test_engine import CONFIG, VOCABULARY, engine, requests, run
 from tests.ml.test_train_parity import ITEMS, LENGTHS, WIDTHS, run_ranks, scenario
+from tests.rollout_world import CONFIG, VOCABULARY, engine, requests, run
 from tests.training_world import make_world, plan_rows
 
 ROWS = 64

@@ -1,0 +1,139 @@
+"""Nothing but prompt, key and weights decides the bits of a response."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ml.rollout.engine import Finished, RolloutEngine
+from ml.rollout.sampling import SamplingParams
+from ml.rollout.spill import decode_kv
+from tests.rollout_world import CONFIG, KINDS, MemoryLog, alone, bits, engine, models, requests, run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_company_order_chunks_and_pauses_change_no_bit(kind, compute):
+    model = models(kind)[1 if compute == "fp32" else 2]
+    everything = [replace(r, prompt_ids=r.prompt_ids[:25], max_response_tokens=30) for r in requests(12, seed=4)]
+    wanted = [alone(model, request) for request in everything]
+    variants = [
+        (CONFIG, everything),
+        (replace(CONFIG, prefill_chunk_tokens=1), everything[::-1]),
+        (replace(CONFIG, max_sequences=3, prefill_chunk_tokens=7), random.Random(2).sample(everything, 12)),
+        (replace(CONFIG, num_pages=8, max_sequences=12), everything),
+    ]
+    pauses = 0
+    for config, order in variants:
+        one = engine(model, config)
+        for request in order:
+            one.add(request)
+        finished = run(one)
+        assert [bits(finished[request.trajectory_id]) for request in everything] == wanted
+        pauses += sum(f.num_prefill_rebuilds for f in finished.values())
+        assert all(f.num_kv_restores == 0 for f in finished.values())
+    assert pauses > 0
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(0.8, 10), SamplingParams(1.0, 0, 0.7)], ids=str)
+def test_arrival_during_the_run_changes_no_bit(sampling):
+    model = models("llama")[2]
+    everything = requests(12, seed=5)
+    wanted = [alone(model, request, sampling) for request in everything]
+    one = engine(model, sampling=sampling)
+    r, out, left = random.Random(0), {}, list(everything)
+    while left or one.has_work():
+        if left and r.random() < 0.4:
+            one.add(left.pop())
+        if one.has_work():
+            out.update({f.trajectory_id: f for f in one.step()})
+    assert [bits(out[request.trajectory_id]) for request in everything] == wanted
+
+
+@pytest.mark.parametrize(("compute", "num_threads"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
+def test_interrupted_at_random_equals_uninterrupted(compute, num_threads):
+    """By spilled KV, by KV that is shorter than the log, and from the log alone; KV bytes too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        model = models("qwen3")[1 if compute == "fp32" else 2]
+        # Threads that share a busy machine's cores wait for each other at every product.
+        everything = requests(9, seed=6) if num_threads == 1 else requests(5, seed=6)
+        wanted = [alone(model, request) for request in everything]
+        restores = rebuilds = 0
+        for seed in (0, 1, 2) if num_threads == 1 else (2,):
+            finished, counts = _run_interrupted(model, everything, random.Random(seed))
+            restores, rebuilds = restores + counts[0], rebuilds + counts[1]
+            assert [bits(finished[request.trajectory_id]) for request in everything] == wanted
+        assert min(restores, rebuilds) > 0
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run_interrupted(model, everything, r) -> tuple[dict[str, Finished], list[int]]:
+    finished: dict[str, Finished] = {}
+    logged: dict[str, list[tuple[int, float, float]]] = {}
+    spills: dict[str, bytes] = {}
+    counts = [0, 0]
+    while len(finished) < len(everything):
+        config = replace(CONFIG, prefill_chunk_tokens=r.choice([1, 9, 40]), max_sequences=r.choice([2, 9]))
+        log = MemoryLog()
+        one = engine(model, config, log=log)
+        for request in r.sample(everything, len(everything)):
+            name = request.trajectory_id
+            if name in finished:
+                continue
+            tokens = logged.get(name, [])
+            ids, raw, sampled = (tuple(column) for column in zip(*tokens, strict=True)) if tokens else ((), (), ())
+            kv = None
+            if name in spills and r.random() < 0.7:
+                kv = decode_kv(spills[name], name, one.kv_layout, name, [*request.prompt_ids, *ids])
+            one.add(replace(request, logged_ids=ids, logged_raw=raw, logged_sampled=sampled, kv=kv))
+        for _ in range(r.randint(1, 25)):
+            if one.has_work():
+                for f in one.step():
+                    finished[f.trajectory_id] = f
+                    counts[0] += f.num_kv_restores
+                    counts[1] += f.num_prefill_rebuilds
+        for name, tokens in log.tokens.items():
+            logged[name] = logged.get(name, []) + tokens
+        assert one.live() == {n: len(logged.get(n, [])) for n in one.live()}
+        written: dict[str, bytes] = {}
+        records = one.spill(written.__setitem__, math.inf)
+        assert [record.name for record in records] == list(written)
+        spills = {record.trajectory_id: written[record.name] for record in records}
+        # A log whose tail was lost knows fewer tokens than the KV covers.
+        for name in list(logged):
+            if r.random() < 0.3 and name not in finished:
+                logged[name] = logged[name][: r.randint(0, len(logged[name]))]
+    return finished, counts
+
+
+def test_kv_of_an_interrupted_trajectory_equals_the_uninterrupted_ones():
+    model = models("llama")[2]
+    request = replace(requests(6, seed=7)[5], max_response_tokens=60)
+    spilled: list[dict[str, bytes]] = [{}, {}]
+
+    def stop_after(one: RolloutEngine, tokens: int, into: dict[str, bytes]) -> tuple:
+        while one.live()["t5"] < tokens:
+            assert not one.step()
+        one.spill(into.__setitem__, math.inf)
+        log = one.log
+        assert isinstance(log, MemoryLog)
+        return tuple(zip(*log.tokens["t5"], strict=True))
+
+    straight, first = (engine(model, stop_ids=()) for _ in range(2))
+    straight.add(request)
+    stop_after(straight, 20, spilled[0])
+    first.add(request)
+    ids, raw, sampled = stop_after(first, 9, {})
+    rebuilt = engine(model, replace(CONFIG, prefill_chunk_tokens=3), stop_ids=())
+    for companion in requests(4, seed=8):
+        rebuilt.add(replace(companion, max_response_tokens=90))
+    rebuilt.add(replace(request, logged_ids=ids, logged_raw=raw, logged_sampled=sampled))
+    stop_after(rebuilt, 20, spilled[1])
+    assert spilled[0]["t5.kv"] == spilled[1]["t5.kv"]
