@@ -28,9 +28,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from infra import jars, tables
 from infra.store import s3_endpoint
-from schemas import errors
 from schemas.config import Spark
-from schemas.errors import ConfigError, OpdError, StageError
+from schemas.errors import ConfigError, OpdError, StageError, error_from_json
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,7 +38,6 @@ _LOG_LINES = 15
 #: A flow runs a few dozen short jobs: the optimising compiler and parallel collectors cost twice what they win.
 _JVM_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 _PROJECT = Path(__file__).resolve().parents[1]
-_KINDS = {kind.kind: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OpdError)}
 
 
 def session(root: str, settings: Spark) -> SparkSession:
@@ -185,11 +183,10 @@ class SparkChild:
             )  # fmt: skip
         if "result" in answer:
             return answer["result"]
-        error = answer["error"]
-        if error["kind"] in _KINDS:
-            raise _KINDS[error["kind"]](error["where"], **error["fields"])
+        if "error" in answer:
+            raise error_from_json(answer["error"])
         raise StageError(
-            f"Spark process, {function}", found=f"{error['where']} | {self._log_end()}",
+            f"Spark process, {function}", found=f"{answer['exception']} | {self._log_end()}",
             safe="committed tables: a commit is whole or not there", next_command=f"less {self._log_path}",
         )  # fmt: skip
 
@@ -298,7 +295,7 @@ def _serve(answer_fd: int, root: str, settings: Spark) -> None:
                 sys.stderr.flush()
                 if spark is not None and _jvm_is_gone(spark):
                     os._exit(1)
-                line = json.dumps({"error": _describe(error)})
+                line = json.dumps(_describe(error))
             answers.write(line.encode() + b"\n")
             answers.flush()
 
@@ -311,9 +308,8 @@ def _jvm_is_gone(spark: SparkSession) -> bool:
 
 def _describe(error: Exception) -> dict[str, Any]:
     if isinstance(error, OpdError):
-        names = ("expected", "found", "safe", "next_command")
-        return {"kind": error.kind, "where": error.where, "fields": {n: getattr(error, n) for n in names}}
-    return {"kind": "", "where": f"{type(error).__name__}: {str(error).strip()[:2000]}", "fields": {}}
+        return {"error": error.to_json()}
+    return {"exception": f"{type(error).__name__}: {str(error).strip()[:2000]}"}
 
 
 def _main(arguments: list[str]) -> int:

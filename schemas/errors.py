@@ -6,6 +6,8 @@ Each kind has its own exit status, so that a scheduler can tell a typing mistake
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class OpdError(Exception):
     """Base of the family.
@@ -34,13 +36,16 @@ class OpdError(Exception):
         ]
         return "\n".join(f"{name}: {text}" for name, text in parts if text)
 
+    def to_json(self) -> dict[str, str]:
+        """Kind and parts as JSON values, for the process that waits for this one; `error_from_json` reads them."""
+        return {
+            "kind": self.kind, "where": self.where, "expected": self.expected, "found": self.found,
+            "safe": self.safe, "next_command": self.next_command,
+        }  # fmt: skip
+
     def __reduce__(self):
-        # Keyword-only fields do not survive Exception's default pickling; rank processes send errors home.
-        return _rebuild, (type(self), self.where, self.expected, self.found, self.safe, self.next_command)
-
-
-def _rebuild(cls, where, expected, found, safe, next_command):
-    return cls(where, expected=expected, found=found, safe=safe, next_command=next_command)
+        # Keyword-only fields do not survive Exception's default pickling.
+        return error_from_json, (self.to_json(),)
 
 
 class ConfigError(OpdError):
@@ -71,6 +76,17 @@ class StageError(OpdError):
     """A stage could not finish; what it finished so far is kept."""
 
     kind, exit_status = "stage error", 6
+
+
+_KINDS = {kind.kind: kind for kind in (ConfigError, FormatError, StoreError, ContractError, StageError)}
+
+
+def error_from_json(fields: Mapping[str, str]) -> OpdError:
+    """The error that another process described by `OpdError.to_json`; other fields are passed over."""
+    return _KINDS.get(fields["kind"], OpdError)(
+        fields["where"], expected=fields["expected"], found=fields["found"], safe=fields["safe"],
+        next_command=fields["next_command"],
+    )  # fmt: skip
 
 
 #: Exit status of a rank that was asked to stop, kept its work and can be resumed (EX_TEMPFAIL of sysexits.h).

@@ -17,12 +17,11 @@ from infra import launch
 from ml.model_files import CONFIG, read_config
 from schemas import keys
 from schemas.config import RunConfig
-from schemas.errors import ConfigError, StageError
+from schemas.errors import ConfigError, StageError, error_from_json
 from tasks.models import resolve_model, teacher_checks
 from tasks.prompts import load_prompts
 from tasks.room import teacher_context
 from tasks.text import Tokenizer
-from tasks.workers import reported_error
 
 
 def report(
@@ -57,7 +56,7 @@ def report(
         commands, log_folder=folder / "logs" / "report", on_message=heard, grace_seconds=5.0
     )  # fmt: skip
     if process.error is not None:
-        raise reported_error(process.error)
+        raise error_from_json(process.error)
     if process.status != 0:
         raise StageError("teachers report", expected="to finish", found=process.describe())
     return rows

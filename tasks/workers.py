@@ -16,13 +16,11 @@ from typing import Any
 
 from infra import launch
 from infra.launch import RankCommand, RankProcess
-from schemas import errors, keys
-from schemas.errors import EXIT_PREEMPTED, OpdError, StageError
+from schemas import keys
+from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
 from tasks.drill import Drill
 from tasks.session import Session
 
-_KINDS = {cls.kind: cls for cls in (errors.ConfigError, errors.FormatError, errors.StoreError, errors.ContractError,
-                                    errors.StageError)}  # fmt: skip
 _POLL_SECONDS = 0.02
 
 
@@ -130,7 +128,7 @@ class Pool:
             worker.process = None
             return
         if process.error is not None:
-            raise reported_error(process.error)
+            raise error_from_json(process.error)
         if process.status != EXIT_PREEMPTED:
             partition = worker.left[0]
             self.attempts[partition] += 1
@@ -142,16 +140,6 @@ class Pool:
                     next_command=f"opd {self.stage} CONFIG --iteration {self.iteration}",
                 )  # fmt: skip
         self._start(worker)
-
-
-def reported_error(message: Mapping[str, Any]) -> OpdError:
-    """The error of the family that a rank said before it ended."""
-    lines = dict(line.split(": ", 1) for line in message["text"].split("\n") if ": " in line)
-    where = lines.get(message["kind"], message["text"])
-    return _KINDS.get(message["kind"], StageError)(
-        where, expected=lines.get("expected", ""), found=lines.get("found", ""), safe=lines.get("safe", ""),
-        next_command=lines.get("next", ""),
-    )  # fmt: skip
 
 
 def run_workers(
@@ -196,7 +184,7 @@ def run_group(
             return
         for process in failed:
             if process.error is not None:
-                raise reported_error(process.error)
+                raise error_from_json(process.error)
         attempt += 1
         first = next(p for p in failed if not p.asked)
         if attempt >= max_attempts:

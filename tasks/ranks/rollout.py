@@ -12,12 +12,11 @@ finished go to the store, exit status 75. Nothing of an owner whose epoch is ove
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,13 +37,12 @@ from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_format import Spill
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, read_folder, recover
 from schemas import keys
-from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError, OpdError
+from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError
+from tasks.ranks.process import Say, run_rank, say
 from tasks.ranks.rollout_results import Response, publish
 from tasks.rewards import Rewarder
 
 _REPORT_SECONDS = 0.25
-
-Say = Callable[..., None]
 
 
 class Preempted(BaseException):
@@ -362,19 +360,11 @@ def _engine_request(request: dict[str, Any], resumed: Resumed | None) -> Request
 
 
 def main(arguments: list[str]) -> int:
-    def say(event: str, **facts: Any) -> None:
-        print(json.dumps({"event": event, **facts}), flush=True)
-
+    stop = StopSignal()
     try:
-        stop = StopSignal()
-        Worker(json.loads(Path(arguments[0]).read_bytes()), say, stop).run()
+        return run_rank(arguments, lambda work: Worker(work, say, stop).run())
     except Preempted:
         return EXIT_PREEMPTED
-    except OpdError as error:
-        say("error", kind=error.kind, text=str(error))
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 0
 
 
 if __name__ == "__main__":

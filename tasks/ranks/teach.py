@@ -10,11 +10,10 @@ work and exits with status 75; partitions before it are finished.
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,10 @@ from ml.checkpoint import load_model
 from ml.model import Transformer
 from ml.teacher import Reading, hidden_states
 from schemas import keys, shards
-from schemas.errors import EXIT_PREEMPTED, ContractError, FormatError, OpdError
+from schemas.errors import EXIT_PREEMPTED, ContractError, FormatError
+from tasks.ranks.process import Say, run_rank, say
 
 OBJECT_BYTES = 32 << 20
-
-Say = Callable[..., None]
 
 
 class HiddenWriter:
@@ -190,18 +188,9 @@ class Worker:
 
 
 def main(arguments: list[str]) -> int:
-    def say(event: str, **facts: Any) -> None:
-        print(json.dumps({"event": event, **facts}), flush=True)
-
     # Leaving through SystemExit lets the lease release itself, so that an heir need not wait.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PREEMPTED))
-    try:
-        Worker(json.loads(Path(arguments[0]).read_bytes()), say).run()
-    except OpdError as error:
-        say("error", kind=error.kind, text=str(error))
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 0
+    return run_rank(arguments, lambda work: Worker(work, say).run())
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ from ml.train.loss import LossSettings, Student
 from ml.train.state import State, load_state, newest_state, save_state
 from schemas import keys
 from schemas.config import compute_dtype
-from schemas.errors import ContractError, OpdError
+from schemas.errors import ContractError
+from tasks.ranks.process import run_rank, say
 
 _EXPORT_SHARD_BYTES = 1 << 30
 _PREFIX = "transformer."
@@ -57,7 +58,7 @@ class Notes:
 
     def say(self, event: str, **facts: Any) -> None:
         if self.rank == 0:
-            print(json.dumps({"event": event, **facts}), flush=True)
+            say(event, **facts)
 
     def metric(self, step: int, name: str, teacher_index: int | None, value: float) -> None:
         if not math.isfinite(value):
@@ -91,12 +92,12 @@ def run(work: dict[str, Any]) -> None:
     owner = {"stage": "train", "iteration": work["iteration"]}
     lease = leases.acquire(store, work["owned"], owner=owner, dead_after_seconds=work["dead_after_seconds"])
     if _told(isinstance(lease, leases.Finished)) or isinstance(lease, leases.Finished):
-        print(json.dumps({"event": "finished", "epoch": lease.epoch}), flush=True)
+        say("finished", epoch=lease.epoch)
         return
     with lease:
         manifest = _train_and_export(work, store, device, lease)
         lease.finish(manifest)
-    print(json.dumps({"event": "finished", "epoch": lease.epoch}), flush=True)
+    say("finished", epoch=lease.epoch)
 
 
 def _train_and_export(
@@ -297,15 +298,11 @@ def _read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status: 0, or that of the OpdError, which is also printed as an event."""
-    try:
-        run(json.loads(Path(arguments[0]).read_text()))
+    def run_in_group(work: dict[str, Any]) -> None:
+        run(work)
         leave_ranks()
-    except OpdError as error:
-        print(json.dumps({"event": "error", "kind": error.kind, "text": str(error)}), flush=True)
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 0
+
+    return run_rank(arguments, run_in_group)
 
 
 if __name__ == "__main__":
