@@ -68,11 +68,11 @@ class MemoryLog:
         self.names.append(trajectory_id)
         return len(self.names) - 1
 
-    def append_step(self, entries) -> int:
-        for number, first, ids, raw, sampled in entries:
+    def append_step(self, numbers, first_token_indices, ids, raw, sampled) -> int:
+        for number, first, *token in zip(numbers, first_token_indices, ids, raw, sampled, strict=True):
             column = self.tokens.setdefault(self.names[number], [])
-            column.extend(zip(ids, raw, sampled, strict=True))
-            assert first + len(ids) >= len(column)
+            column.append(tuple(token))
+            assert first + 1 >= len(column)
         return self._next()
 
     def append_finish(self, number: int, response_tokens: int, reason: str) -> int:

@@ -33,7 +33,7 @@ class Log(Protocol):
     @property
     def acknowledged(self) -> int: ...
     def admit(self, trajectory_id: str, *, prompt_digest: bytes, prompt_tokens: int) -> int: ...
-    def append_step(self, entries: Sequence[Any]) -> int: ...
+    def append_step(self, numbers: Any, first_token_indices: Any, ids: Any, raw: Any, sampled: Any) -> int: ...
     def append_finish(self, number: int, response_tokens: int, reason: str) -> int: ...
     def commit(self) -> None: ...
     def wait_local(self, sequence: int) -> None: ...
@@ -212,7 +212,8 @@ class RolloutEngine:
         keys = [t.sampling_key for t in trajectories]
         sampled = sample(logits_SV, keys, [len(t.tokens) for t in trajectories], self.sampling)
         columns = sampled.ids_S.tolist(), sampled.raw_S.tolist(), sampled.sampled_S.tolist()
-        entries = []
+        numbers = [t.number for t in trajectories]
+        firsts = [t.num_response for t in trajectories]
         for trajectory, token, raw, logprob in zip(trajectories, *columns, strict=True):
             if not (math.isfinite(raw) and math.isfinite(logprob)):
                 raise ContractError(
@@ -220,11 +221,10 @@ class RolloutEngine:
                     expected="finite logits", found="NaN or infinity", safe="every token logged so far",
                     next_command="check the student's weights: opd verify",
                 )  # fmt: skip
-            entries.append((trajectory.number, trajectory.num_response, [token], [raw], [logprob]))
             trajectory.tokens.append(token)
             trajectory.raw.append(raw)
             trajectory.sampled.append(logprob)
-        sequence = self.log.append_step(entries)
+        sequence = self.log.append_step(numbers, firsts, *columns)
         self._unacknowledged.append((sequence, [t.trajectory_id for t in trajectories]))
         for trajectory in trajectories:
             if self._is_done(trajectory):

@@ -16,13 +16,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from ml.rollout import wal_format as fmt
-from ml.rollout.wal_format import LogHeader, StepEntry
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import Recovered, base_segment
 from schemas.errors import ContractError, OpdError, StoreError
 
@@ -168,11 +168,18 @@ class TokenLog:
         """Number of a trajectory that is in the log."""
         return self._numbers[trajectory_id]
 
-    def append_step(self, entries: Sequence[StepEntry]) -> int:
-        """entries: (number, index of its first token in the response, ids, raw, sampled log-probabilities)."""
-        return self._append(fmt.STEP, fmt.encode_step(entries))
+    def append_step(
+        self, numbers: fmt.Ints, first_token_indices: fmt.Ints, ids: fmt.Ints, raw: fmt.Floats, sampled: fmt.Floats
+    ) -> int:
+        """One sampled token of each of n trajectories: columns [n], copied before the call returns.
 
-    def append_observation(self, number: int, first_token_index: int, ids: Sequence[int] | np.ndarray) -> int:
+        numbers: as `admit` gave them. first_token_indices: response tokens that stand before the token. ids: int32.
+        raw, sampled: float32 log-probabilities. Raises ValueError when the columns differ in length.
+        """
+        ones = np.ones(len(numbers), "<u4")
+        return self._append(fmt.STEP, fmt.encode_step(numbers, first_token_indices, ones, ids, raw, sampled))
+
+    def append_observation(self, number: int, first_token_index: int, ids: fmt.Ints) -> int:
         """Response tokens that came from the environment: mask 0, no log-probability."""
         return self._append(fmt.OBSERVATION, fmt.encode_observation(number, first_token_index, ids))
 

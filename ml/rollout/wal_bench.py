@@ -78,8 +78,8 @@ def _log(folder: Path, ids: np.ndarray, logprobs: np.ndarray, *, durable_steps: 
         log.commit()
         started = time.perf_counter()
         for step in range(len(ids)):
-            row, raw = ids[step], logprobs[step]
-            last = log.append_step([(n, step, row[n : n + 1], raw[n : n + 1], raw[n : n + 1]) for n in numbers])
+            firsts = np.full(len(numbers), step)
+            last = log.append_step(numbers, firsts, ids[step], logprobs[step], logprobs[step])
             log.commit()
             if durable_steps:
                 log.wait_local(last)

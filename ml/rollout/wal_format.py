@@ -16,7 +16,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -45,9 +44,8 @@ SET_ASIDE = (
     "again and comes out the same"
 )
 
-#: (trajectory number, index of the first token in the response, token ids, raw and sampled log-probabilities)
-Numbers = Sequence[int] | Sequence[float] | np.ndarray
-StepEntry = tuple[int, int, Numbers, Numbers, Numbers]
+Ints = Sequence[int] | np.ndarray
+Floats = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -163,20 +161,19 @@ def encode_admit(admit: Admit) -> bytes:
     )  # fmt: skip
 
 
-def encode_step(entries: Sequence[StepEntry]) -> bytes:
-    """Raises ValueError when an entry's ids and log-probabilities differ in length."""
-    heads = np.array([(number, first, len(ids)) for number, first, ids, _, _ in entries], "<u4").reshape(-1, 3)
-    total = int(heads[:, 2].sum())
-    columns: list[np.ndarray] = []
-    for lists, dtype in zip(zip(*(entry[2:] for entry in entries), strict=True), ("<i4", "<f4", "<f4"), strict=False):
-        if any(len(values) != count for values, count in zip(lists, heads[:, 2].tolist(), strict=True)):
-            raise ValueError("each entry needs as many log-probabilities as ids")
-        whole = lists[0] if len(lists) == 1 else np.fromiter(chain.from_iterable(lists), dtype, total)
-        columns.append(np.asarray(whole, dtype))
-    return _TWO.pack(len(entries), total) + heads.T.tobytes() + b"".join(c.tobytes() for c in columns)
+def encode_step(numbers: Ints, firsts: Ints, counts: Ints, ids: Ints, raw: Floats, sampled: Floats) -> bytes:
+    """Columns as `decode_step` returns them. Raises ValueError when their lengths do not agree."""
+    heads = [np.asarray(column, "<u4") for column in (numbers, firsts, counts)]
+    columns = [np.asarray(ids, "<i4"), np.asarray(raw, "<f4"), np.asarray(sampled, "<f4")]
+    num_entries, num_tokens = len(heads[0]), len(columns[0])
+    if any(c.shape != (num_entries,) for c in heads) or any(c.shape != (num_tokens,) for c in columns):
+        raise ValueError("a step needs as many numbers as first indices and as many log-probabilities as ids")
+    if int(heads[2].sum()) != num_tokens:
+        raise ValueError(f"entries of {int(heads[2].sum())} tokens in all, but {num_tokens} ids")
+    return _TWO.pack(num_entries, num_tokens) + b"".join([column.tobytes() for column in (*heads, *columns)])
 
 
-def encode_observation(number: int, first_token_index: int, ids: Sequence[int] | np.ndarray) -> bytes:
+def encode_observation(number: int, first_token_index: int, ids: Ints) -> bytes:
     return _THREE.pack(number, first_token_index, len(ids)) + np.asarray(ids, "<i4").tobytes()
 
 

@@ -202,8 +202,8 @@ def _base_records(trajectories: list[LoggedTrajectory]):
             for first in range(start, end, _BASE_RECORD_TOKENS):
                 rows = slice(first, min(first + _BASE_RECORD_TOKENS, end))
                 if t.sampled_mask[first]:
-                    entry = (number, first, t.ids[rows], t.logprobs_raw[rows], t.logprobs_sampled[rows])
-                    yield fmt.STEP, fmt.encode_step([entry])
+                    ids, raw, sampled = t.ids[rows], t.logprobs_raw[rows], t.logprobs_sampled[rows]
+                    yield fmt.STEP, fmt.encode_step([number], [first], [len(ids)], ids, raw, sampled)
                 else:
                     yield fmt.OBSERVATION, fmt.encode_observation(number, first, t.ids[rows])
         for intent in t.intents:

@@ -40,16 +40,18 @@ class Writer:
         self.history[max(self.history, default=before) + 1] = self.snapshot()
 
     def step(self, *names: str, count: int = 1) -> int:
-        entries = []
+        heads: list[tuple[int, int]] = []
+        tokens: list[tuple[int, float]] = []
         for name in names:
             ids, logprobs, _ = self.state[name]
-            new = [token_of(name, len(ids) + i) for i in range(count)]
-            entries.append(
-                (self.numbers[name], len(ids), [t for t, _ in new], [p for _, p in new], [p for _, p in new])
-            )
-            ids.extend(t for t, _ in new)
-            logprobs.extend(p for _, p in new)
-        sequence = self.log.append_step(entries)
+            for _ in range(count):
+                heads.append((self.numbers[name], len(ids)))
+                tokens.append(token_of(name, len(ids)))
+                ids.append(tokens[-1][0])
+                logprobs.append(tokens[-1][1])
+        numbers, firsts = zip(*heads, strict=True)
+        new_ids, values = zip(*tokens, strict=True)
+        sequence = self.log.append_step(numbers, firsts, new_ids, values, values)
         self.history[sequence] = self.snapshot()
         return sequence
 

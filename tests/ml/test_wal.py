@@ -142,12 +142,12 @@ def apply_script(log: TokenLog, script: list[tuple]) -> dict:
             want[name] = {"prompt": (len(name), digest), "tokens": [], "spill": None, "counts": (0, 0, 0),
                           "intents": [], "finish": None}  # fmt: skip
         elif operation == "step":
-            entries = []
+            rows: list[tuple] = []
             for name, tokens in rest[0].items():
                 have = want[name]["tokens"]
-                entries.append((numbers[name], len(have), *([t[i] for t in tokens] for i in range(3))))
+                rows.extend((numbers[name], len(have) + i, *token) for i, token in enumerate(tokens))
                 have.extend((*t, 1) for t in tokens)
-            log.append_step(entries)
+            log.append_step(*([row[i] for row in rows] for i in range(5)))
         elif operation == "observe":
             name, ids = rest
             log.append_observation(numbers[name], len(want[name]["tokens"]), ids)
@@ -198,12 +198,14 @@ def test_golden_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr("os.urandom", lambda n: bytes(range(n)))
     with TokenLog(tmp_path / "log", HEADER, seal_seconds=60) as log:
         want = apply_script(log, SCRIPT)
-    data = b"".join(data for _, data in read_folder(tmp_path / "log"))
+    segments = read_folder(tmp_path / "log")
+    heir = LogHeader(HEADER.run_id, HEADER.iteration, HEADER.partition, 3, HEADER.student_digest)
+    base, _ = base_segment(recover(segments, "log"), heir, bytes(range(8)))
     golden = (GOLDEN / "wal_v1.bin").read_bytes()
-    assert data == golden
+    assert b"".join(data for _, data in segments) + base == golden
     cuts = [i for i in range(len(golden)) if golden.startswith(b"OPDTLOG\n", i)] + [len(golden)]
     parts = [golden[a:b] for a, b in itertools.pairwise(cuts)]
-    assert decode_by_prose(parts)["trajectories"] == want
+    assert decode_by_prose(parts[:-1])["trajectories"] == want == decode_by_prose(parts[-1:])["trajectories"]
 
 
 def test_log_without_records_is_read(tmp_path):
@@ -269,7 +271,7 @@ def test_heir_continues_its_predecessor(tmp_path):
         with TokenLog(tmp_path / str(epoch), header, base=recovered, upload=uploads.__setitem__) as log:
             number = log.admit("t", prompt_digest=bytes(32), prompt_tokens=1)
             assert number == 0
-            log.append_step([(number, len(tokens), [epoch, epoch], [-1.0, -2.0], [-3.0, -4.0])])
+            log.append_step([number] * 2, [len(tokens), len(tokens) + 1], [epoch] * 2, [-1.0, -2.0], [-3.0, -4.0])
             tokens += [epoch, epoch]
         recovered = recover(read_folder(tmp_path / str(epoch)), "log")
         from_store = recover([(str(n), data) for n, data in sorted(uploads.items())], "store")
@@ -284,7 +286,7 @@ def test_base_of_a_long_trajectory_is_cut_into_records(tmp_path):
     raw = -np.arange(count, dtype=np.float32)
     with TokenLog(tmp_path / "log", HEADER) as log:
         number = log.admit("long", prompt_digest=bytes(32), prompt_tokens=1)
-        log.append_step([(number, 0, ids[:-1], raw[:-1], raw[:-1] / 2)])
+        log.append_step(np.full(count - 1, number), ids[:-1], ids[:-1], raw[:-1], raw[:-1] / 2)
         log.append_observation(number, count - 1, ids[-1:])
     base, last = base_segment(recover(read_folder(tmp_path / "log"), "log"), HEADER, bytes(8))
     assert last == 1 + 4 + 1
@@ -307,14 +309,14 @@ def test_nothing_is_acknowledged_before_commit_and_both_levels_follow(tmp_path):
 
     log = TokenLog(tmp_path / "log", HEADER, seal_seconds=0.01, upload=upload)
     number = log.admit("t", prompt_digest=bytes(32), prompt_tokens=1)
-    step = log.append_step([(number, 0, [1], [-1.0], [-1.0])])
+    step = log.append_step([number], [0], [1], [-1.0], [-1.0])
     assert (log.acknowledged, log.store_durable) == (0, 0)
     log.commit()
     log.wait_local(step)
     assert log.acknowledged == step
     assert started.wait(30)
     assert log.store_durable == 0
-    later = log.append_step([(number, 1, [2], [-1.0], [-1.0])])
+    later = log.append_step([number], [1], [2], [-1.0], [-1.0])
     log.commit()
     log.wait_local(later)
     release.set()
@@ -338,11 +340,11 @@ def test_failed_upload_stops_the_log_and_keeps_what_is_local(tmp_path):
 
     log = TokenLog(tmp_path / "log", HEADER, upload=upload)
     number = log.admit("t", prompt_digest=bytes(32), prompt_tokens=1)
-    log.append_step([(number, 0, [4], [-1.0], [-1.0])])
+    log.append_step([number], [0], [4], [-1.0], [-1.0])
     with pytest.raises(StoreError, match="503"):
         log.seal()
     with pytest.raises(StoreError, match="503"):
-        log.append_step([(number, 1, [4], [-1.0], [-1.0])])
+        log.append_step([number], [1], [4], [-1.0], [-1.0])
     with pytest.raises(StoreError, match="503"):
         log.close()
     assert recover(read_folder(tmp_path / "log"), "log").trajectories[0].ids.tolist() == [4]
@@ -361,15 +363,34 @@ def test_oversized_record_is_refused_and_the_log_goes_on(tmp_path):
         number = log.admit("t", prompt_digest=bytes(32), prompt_tokens=1)
         with pytest.raises(ContractError, match="record of at most"):
             log.append_intent(number, 0, bytes(fmt.MAX_PAYLOAD_BYTES))
-        log.append_step([(number, 0, [4], [-1.0], [-1.0])])
+        log.append_step([number], [0], [4], [-1.0], [-1.0])
     assert recover(read_folder(tmp_path / "log"), "log").num_tokens == 1
 
 
 def test_step_with_unequal_columns_is_refused(tmp_path):
     with TokenLog(tmp_path / "log", HEADER) as log:
         number = log.admit("t", prompt_digest=bytes(32), prompt_tokens=1)
-        with pytest.raises(ValueError, match="as many"):
-            log.append_step([(number, 0, [4, 5], [-1.0], [-1.0, -1.0])])
+        for columns in ([[number], [0], [4, 5], [-1.0], [-1.0]], [[number], [0, 1], [4], [-1.0], [-1.0]],
+                        [[number], [0], [4], [-1.0], [-1.0] * 2], [[number], [0], [4] * 2, [-1.0] * 2, [-1.0] * 2],
+                        [[number], [0], [[4]], [[-1.0]], [[-1.0]]]):  # fmt: skip
+            with pytest.raises(ValueError, match=r"a step needs|entries of"):
+                log.append_step(*columns)
+        log.append_step([number], [0], [4], [-1.0], [-1.0])
+    assert recover(read_folder(tmp_path / "log"), "log").num_tokens == 1
+
+
+def test_columns_are_copied_before_the_call_returns(tmp_path):
+    """The caller's buffers belong to the next step at once."""
+    with TokenLog(tmp_path / "log", HEADER) as log:
+        numbers = [log.admit(f"t{i}", prompt_digest=bytes(32), prompt_tokens=1) for i in range(3)]
+        ids, logprobs = np.arange(3, dtype=np.int32), -np.arange(3, dtype=np.float32)
+        for step in range(2):
+            log.append_step(np.array(numbers), np.full(3, step), ids, logprobs, logprobs)
+            ids += 10
+            logprobs -= 1
+    got = recover(read_folder(tmp_path / "log"), "log").trajectories
+    assert [t.ids.tolist() for t in got] == [[0, 10], [1, 11], [2, 12]]
+    assert [t.logprobs_raw.tolist() for t in got] == [[0, -1], [-1, -2], [-2, -3]]
 
 
 # --- records whose bytes are whole but whose content cannot be
@@ -389,7 +410,7 @@ ADMIT = (fmt.ADMIT, fmt.encode_admit(fmt.Admit(0, "t", bytes(32), 1)))
 
 
 def step(number: int, first: int, count: int = 1) -> tuple[int, bytes]:
-    return fmt.STEP, fmt.encode_step([(number, first, [1] * count, [0.0] * count, [0.0] * count)])
+    return fmt.STEP, fmt.encode_step([number], [first], [count], [1] * count, [0.0] * count, [0.0] * count)
 
 
 @pytest.mark.parametrize(
