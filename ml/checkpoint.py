@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_to_fp8
+from ml.device import traits
 from ml.linear import COMPUTE_DTYPES, Compute, Linear, Precision, dense_precision, weight_values
 from ml.model import ModelConfig, Transformer
 from ml.model_files import (
@@ -46,9 +47,10 @@ def load_model(
 ) -> Transformer:
     """The model of a folder, its parameters as `Transformer` describes them.
 
-    Raises ConfigError (no such folder, unsupported architecture, a linear that MXFP4 cannot hold, an MXFP4 folder
-    asked for other values) and FormatError (missing, unexpected or misshapen tensor, NaN or infinity, cut file),
-    naming file and tensor.
+    For inference, products of the model's shapes are proved row-invariant on the device first. Raises ConfigError (no
+    such folder, unsupported architecture, a linear that MXFP4 cannot hold, an MXFP4 folder asked for other values, a
+    dtype that the device's kernels do not compute in) and FormatError (missing, unexpected or misshapen tensor, NaN
+    or infinity, cut file), naming file and tensor.
     """
     folder = Path(folder)
     config_json = read_config(folder)
@@ -59,18 +61,28 @@ def load_model(
             str(folder), expected="float weights to train on" if trainable else f"weights for precision {precision}",
             found="MXFP4 weights", next_command="use the folder that it was made from",
         )  # fmt: skip
+    if COMPUTE_DTYPES[compute] not in traits(device).compute_dtypes:
+        raise ConfigError(
+            str(folder), expected=f"products in bf16 on {device}", found=compute,
+            next_command='precision = "bf16" or "mxfp4", and train.compute = "bf16"',
+        )  # fmt: skip
     model = Transformer(
         config, precision=precision, compute=COMPUTE_DTYPES[compute], trainable=trainable, device=device
     )
-    # The grid of a parameter is its module's: linears may be quantised, everything else is dense.
-    linears, parameters = _linear_weights(model), dict(model.named_parameters())
+    if not trainable:
+        model.check_row_invariance()
+    linears, parameters = _linears(model), dict(model.named_parameters())
     for name, tensor, where in _model_tensors(folder, model):
         if name in linears and precision == "mxfp4":
             _check_columns(tensor, where)
-        # Codes that were stored are not made anew.
-        grid = dense_precision(precision) if name not in linears else "fp32" if packed else precision
-        with torch.no_grad():
-            parameters[name].copy_(tensor.float() if trainable else weight_values(tensor.float(), grid))
+        values = tensor.to(device).float()
+        if name not in linears:
+            with torch.no_grad():
+                parameters[name].copy_(values if trainable else weight_values(values, dense_precision(precision)))
+            continue
+        # Codes that were stored are not made anew, and a layer that packs makes its own.
+        taken = trainable or packed or linears[name].packs
+        linears[name].set_weight(values if taken else weight_values(values, precision))
     return model.train(trainable)
 
 
@@ -168,13 +180,14 @@ def _outline_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor, str, boo
     """(name, tensor, where, whether it is a linear's weight), checked without memory for a second copy."""
     config = ModelConfig.from_hf(read_config(folder), str(folder / CONFIG))
     model = Transformer(config, precision="fp32", compute=torch.float32, trainable=False, device="meta")
-    linears = _linear_weights(model)
+    linears = _linears(model)
     for name, tensor, where in _model_tensors(folder, model):
         yield name, tensor, where, name in linears
 
 
-def _linear_weights(model: Transformer) -> frozenset[str]:
-    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear))
+def _linears(model: Transformer) -> dict[str, Linear]:
+    """Weight name -> its module."""
+    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
 def _model_tensors(folder: Path, model: Transformer) -> Iterator[tuple[str, torch.Tensor, str]]:

@@ -1,12 +1,8 @@
 """Linear products whose weight values, and on request whose bits per row, are the same in sampling and training.
 
 Owns two promises. Values: rollout, teacher and training forward all take weights from `weight_values`, so they see
-equal numbers whatever dtype holds them. Rows: without gradients, a row of a product has the same bits whatever else
-is in the batch. The CPU libraries choose kernels, and with them the order of summation, by the number of rows, so
-every call there has exactly ROWS of them. ROWS = 32: SmolLM2's layers in bf16 cost 2.5 us a row at 32, 3.4 at 16 and
-2.2 at 64 (two cores, AVX512-bf16), and a decode batch is seldom a multiple of 64.
-
-The promise holds for one kind of CPU, one build of torch and one number of threads.
+equal numbers whatever dtype or packing holds them. Rows: without gradients, a row of a product has the same bits
+whatever else is in the batch (`kernels.scaled_mm`), on one kind of device and one build of torch.
 
 Letters: N rows, I inputs, O outputs, D student width, V vocabulary rows.
 """
@@ -16,19 +12,15 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize
+from kernels.scaled_mm import LARGEST_SCALE, Mxfp4Weight, mxfp4_mm, pack_mxfp4, row_invariant_mm
 
 Precision = Literal["fp32", "bf16", "mxfp4"]
 Compute = Literal["fp32", "bf16"]
 
 COMPUTE_DTYPES: dict[Compute, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-ROWS = 32
-_MIN_CUDA_ROWS = 16
-_ALIGN_BYTES = 64
 
 
 def weight_values(w: torch.Tensor, precision: Precision) -> torch.Tensor:
@@ -66,69 +58,14 @@ class _RoundToMxfp4(_StraightThrough):
         return mxfp4_dequantize(*mxfp4_quantize(w), w.dtype)
 
 
-def row_invariant_linear(x_NI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ w.T + bias -> [N, O] in x's dtype, without gradient; a row's bits do not depend on the other rows.
-
-    x and w share one dtype (fp32 or bf16, accumulated in fp32). The bias is added after the product was rounded to
-    x's dtype.
-    """
-    if x_NI.device.type == "cpu":
-        out_NO = _fixed_row_products(x_NI, w_OI)
-    else:
-        # Two rows are the least that measured invariant on cuBLASLt with split-K off; 16 leaves a margin.
-        missing = max(0, _MIN_CUDA_ROWS - x_NI.shape[0])
-        out_NO = (F.pad(x_NI, (0, 0, 0, missing)) @ w_OI.t())[: x_NI.shape[0]]
-    return out_NO if bias_O is None else out_NO.add_(bias_O)
-
-
-def row_invariant_logits(h_ND: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
-    """fp32 logits [N, V] of final states h (fp32 or bf16) and a head w of h's dtype or fp32; rows as above.
-
-    With bf16 states w must be on the bf16 grid (`weight_values`), in either dtype; the sum, and the result, are fp32:
-    logits rounded to bf16 would be wrong by up to 0.06 near 16. On the CPU such a head is best kept in fp32, which
-    saves a conversion a call.
-    """
-    if h_ND.dtype == torch.float32:
-        return row_invariant_linear(h_ND, w_VD.float())
-    if h_ND.device.type == "cpu":
-        matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
-        before = matmul.fp32_precision
-        # oneDNN may round both operands to bf16, which changes nothing here, and keeps fp32 sums: twice the fp32 speed.
-        matmul.fp32_precision = "bf16"
-        try:
-            return _fixed_row_products(h_ND.float(), w_VD.float())
-        finally:
-            matmul.fp32_precision = before
-    missing = max(0, _MIN_CUDA_ROWS - h_ND.shape[0])
-    padded_ND = F.pad(h_ND, (0, 0, 0, missing))
-    return torch.mm(padded_ND, w_VD.to(h_ND.dtype).t(), out_dtype=torch.float32)[: h_ND.shape[0]]
-
-
-def _fixed_row_products(x_NI: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
-    num_rows, num_calls = x_NI.shape[0], -(-x_NI.shape[0] // ROWS)
-    x_NI, w_IO = _aligned(x_NI), _aligned(w_OI).t()
-    out_NO = x_NI.new_empty(num_calls * ROWS, w_OI.shape[0])
-    for first in range(0, num_rows - num_rows % ROWS, ROWS):
-        torch.mm(_aligned(x_NI[first : first + ROWS]), w_IO, out=out_NO[first : first + ROWS])
-    if num_rows % ROWS:
-        first = num_rows - num_rows % ROWS
-        torch.mm(F.pad(x_NI[first:], (0, 0, 0, ROWS - num_rows % ROWS)), w_IO, out=out_NO[first:])
-    return out_NO[:num_rows]
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    # Views into flat buffers start anywhere, and BLAS may pick another kernel for another alignment.
-    if x.is_contiguous() and x.data_ptr() % _ALIGN_BYTES == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 class Linear(nn.Module):
     """y = x W^T + b, with W's values on the grid `precision` and the product in `compute`.
 
     weight [O, I] and bias [O] may be an fp32 master (training) or already hold values in `compute` (inference): the
-    values are equal. Not a subclass of nn.Linear, whose exact class DeepSpeed's autocast gathers in bf16. With
-    gradients enabled the product is the library's plain one; without, it is row-invariant.
+    values are equal. A layer that `packs`, for inference alone, keeps MXFP4 codes instead, which `set_weight` makes:
+    a quarter of the bytes, the same bits of y, and `weight` is a shape without storage. Not a subclass of nn.Linear,
+    whose exact class DeepSpeed's autocast gathers in bf16. With gradients enabled the product is the library's plain
+    one; without, it is row-invariant.
     """
 
     def __init__(
@@ -140,22 +77,48 @@ class Linear(nn.Module):
         precision: Precision,
         compute: torch.dtype,
         dtype: torch.dtype,
+        packs: bool = False,
     ) -> None:
         super().__init__()
         self.precision: Precision = precision
         self.compute = compute
-        self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype))
+        self.packs = packs
+        self._packed: Mxfp4Weight | None = None
+        self._device = torch.get_default_device()
+        self.weight = nn.Parameter(
+            torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta" if packs else self._device)
+        )
         self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype)) if bias else None
+
+    @torch.no_grad()
+    def set_weight(self, w_OI: torch.Tensor) -> None:
+        """Take the weight's values from w_OI, of any float dtype and device. A layer that packs quantises them.
+
+        Values beyond 12 do not fit a packed weight (`pack_mxfp4`): such a layer keeps its MXFP4 values in `compute`.
+        """
+        if not self.packs:
+            self.weight.copy_(w_OI)
+            return
+        blocks, scales = mxfp4_quantize(w_OI.to(self._device))
+        if int(scales.max()) <= LARGEST_SCALE:
+            self._packed = pack_mxfp4(blocks, scales)
+            self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+        else:
+            self._packed = None
+            self.weight = nn.Parameter(mxfp4_dequantize(blocks, scales, self.compute), requires_grad=False)
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
         """[N, I] of any float dtype -> [N, O] in `compute`."""
         x_NI = x_NI.to(self.compute)
-        w_OI = weight_values(self.weight, self.precision).to(self.compute)
         bias_O = None
         if self.bias is not None:
             bias_O = weight_values(self.bias, dense_precision(self.precision)).to(self.compute)
+        if self._packed is not None:
+            out_NO = mxfp4_mm(x_NI, self._packed)
+            return out_NO if bias_O is None else out_NO.add_(bias_O)
+        w_OI = weight_values(self.weight, self.precision).to(self.compute)
         if not torch.is_grad_enabled():
-            return row_invariant_linear(x_NI, w_OI, bias_O)
+            return row_invariant_mm(x_NI, w_OI, bias_O)
         out_NO = x_NI @ w_OI.t()
         return out_NO if bias_O is None else out_NO + bias_O
 

@@ -22,8 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from kernels.packed_attention import packed_attention
 from kernels.paged_attention import paged_attention, write_kv
-from ml.linear import Linear, Precision, dense_precision, row_invariant_logits, weight_values
+from kernels.scaled_mm import row_invariant_mm, self_test
+from ml.device import traits
+from ml.linear import Linear, Precision, dense_precision, weight_values
 from ml.model_files import MXFP4_STORED
 from schemas.errors import ConfigError, ContractError
 
@@ -311,9 +314,9 @@ class Transformer(nn.Module):
     """precision: grid of the linear weights' values; compute: dtype of activations and products.
 
     trainable: parameters are an fp32 master, from which each forward takes its values. Otherwise they hold those
-    values and need no gradient: linears in `compute`, norms in fp32, embedding and head in what `logits` reads
-    fastest. Parameters are left uninitialised. checkpoint_layers (attribute): in training, keep only each layer's
-    input and recompute the rest in backward.
+    values and need no gradient: linears in `compute` (or as MXFP4 codes, where the device multiplies these), norms
+    in fp32, embedding and head in what `logits` reads fastest. Parameters are left uninitialised. checkpoint_layers
+    (attribute): in training, keep only each layer's input and recompute the rest in backward.
     """
 
     cos_MC: torch.Tensor
@@ -334,8 +337,11 @@ class Transformer(nn.Module):
         self.checkpoint_layers = False
         # Parameters that hold values already are taken as they are.
         grid: Precision = precision if trainable else "fp32"
-        linears = {"precision": grid, "compute": compute, "dtype": torch.float32 if trainable else compute}
-        vocab_dtype = torch.float32 if trainable or torch.device(device).type == "cpu" else compute
+        linears = {
+            "precision": grid, "compute": compute, "dtype": torch.float32 if trainable else compute,
+            "packs": precision == "mxfp4" and not trainable and traits(device).packs_mxfp4,
+        }  # fmt: skip
+        vocab_dtype = torch.float32 if trainable else traits(device).head_dtype or compute
         with torch.device(device):
             self.model = Decoder(config, linears, vocab_dtype)
             if not config.tied:
@@ -370,7 +376,14 @@ class Transformer(nn.Module):
         w_VD = self.head_weight[: vocab_size or self.config.vocab_rows]
         if self.trainable:
             w_VD = weight_values(w_VD, dense_precision(self.precision))
-        return row_invariant_logits(h_ND, w_VD)
+        return row_invariant_mm(h_ND, w_VD, dtype=torch.float32)
+
+    def check_row_invariance(self) -> None:
+        """Raise ContractError unless products of this model's shapes keep a row's bits in any company on its device."""
+        linears = {(m.weight.shape[0], m.weight.shape[1]) for m in self.modules() if isinstance(m, Linear)}
+        device = self.head_weight.device
+        self_test(sorted(linears), device=device)
+        self_test([(self.config.vocab_rows, self.config.width)], dtype=torch.float32, device=device)
 
 
 def _rope_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -383,8 +396,7 @@ def _rope_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
 class PackedCausal:
     """Attention strategy for packed whole sequences: causal inside each, nothing across, differentiable.
 
-    cu_tokens: S+1 ascending token offsets, from 0 to N. A sequence is one call of its own, so its result depends on
-    nothing else in the pack, and no [N, N] mask exists.
+    cu_tokens: S+1 ascending token offsets, from 0 to N. No [N, N] mask exists.
     """
 
     def __init__(self, cu_tokens: list[int]) -> None:
@@ -393,38 +405,31 @@ class PackedCausal:
         self.cu_tokens = cu_tokens
 
     def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC) -> torch.Tensor:
-        group = q_NHC.shape[1] // k_NGC.shape[1]
-        k_NHC, v_NHC = k_NGC.repeat_interleave(group, 1), v_NGC.repeat_interleave(group, 1)
-        parts = []
-        for first, end in pairwise(self.cu_tokens):
-            q_HTC, k_HTC, v_HTC = (x[first:end].transpose(0, 1) for x in (q_NHC, k_NHC, v_NHC))
-            o_1HTC = F.scaled_dot_product_attention(q_HTC[None], k_HTC[None], v_HTC[None], is_causal=True)
-            parts.append(o_1HTC[0].transpose(0, 1))
-        return torch.cat(parts)
+        return packed_attention(q_NHC, k_NGC, v_NGC, self.cu_tokens)
 
 
 class SampledCausal:
     """The sampler's own attention over packed whole sequences: paged, cut at the same positions, so the same bits.
 
-    cu_tokens: as in PackedCausal. No gradient. Each call builds the layer's pages and drops them again.
+    cu_tokens: as in PackedCausal. page_tokens: of the sampler's pages. No gradient. Each call builds the layer's
+    pages and drops them again.
     """
 
-    def __init__(self, cu_tokens: list[int]) -> None:
+    def __init__(self, cu_tokens: list[int], *, page_tokens: int = 64) -> None:
         lengths = [end - first for first, end in pairwise(cu_tokens)]
-        counts = [-(-length // SPLIT_TOKENS) for length in lengths]
+        counts = [-(-length // page_tokens) for length in lengths]
         firsts = [0, *accumulate(counts)]
         table_SP = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
         for sequence, (first, count) in enumerate(zip(firsts[:-1], counts, strict=True)):
             table_SP[sequence, :count] = torch.arange(first, first + count, dtype=torch.int32)
-        self.num_pages = firsts[-1]
-        self.slots_N = torch.cat(
-            [torch.arange(n) + f * SPLIT_TOKENS for f, n in zip(firsts[:-1], lengths, strict=True)]
-        )
+        self.page_tokens, self.num_pages = page_tokens, firsts[-1]
+        self.slots_N = torch.cat([torch.arange(n) + f * page_tokens for f, n in zip(firsts[:-1], lengths, strict=True)])
         self.where = table_SP, torch.tensor(cu_tokens, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
 
     def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC) -> torch.Tensor:
         device = q_NHC.device
-        k_PTGC, v_PTGC = (x.new_zeros(self.num_pages, SPLIT_TOKENS, *x.shape[1:]) for x in (k_NGC, v_NGC))
-        write_kv(k_NGC, v_NGC, k_PTGC, v_PTGC, self.slots_N.to(device))
-        where = (x.to(device) for x in self.where)
-        return paged_attention(q_NHC, k_PTGC, v_PTGC, *where, split_tokens=SPLIT_TOKENS)
+        # Zeroed: a page's unused end must be finite.
+        k_PTGC, v_PTGC = (x.new_zeros(self.num_pages, self.page_tokens, *x.shape[1:]) for x in (k_NGC, v_NGC))
+        self.slots_N, self.where = self.slots_N.to(device), tuple(x.to(device) for x in self.where)
+        write_kv(k_NGC, v_NGC, k_PTGC, v_PTGC, self.slots_N)
+        return paged_attention(q_NHC, k_PTGC, v_PTGC, *self.where, split_tokens=traits(device).split_tokens)

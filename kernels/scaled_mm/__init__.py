@@ -17,11 +17,12 @@ from typing import Literal
 
 import torch
 
-from kernels.scaled_mm.packing import Mxfp4Weight, pack_mxfp4
+from kernels.scaled_mm.packing import LARGEST_SCALE, Mxfp4Weight, pack_mxfp4
 
 Implementation = Literal["library", "triton", "reference"]
 
 __all__ = [
+    "LARGEST_SCALE",
     "Implementation",
     "Mxfp4Weight",
     "fp8_linear",
@@ -34,34 +35,52 @@ __all__ = [
 
 
 def row_invariant_mm(
-    x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None, *, impl: Implementation | None = None
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    impl: Implementation | None = None,
 ) -> torch.Tensor:
-    """y_MN = x_MK @ w_NK.T (+ bias_N), bf16 in and out with fp32 sums; row m depends on row m of x and on w alone.
+    """y_MN = x_MK @ w_NK.T (+ bias_N) with fp32 sums; row m depends on row m of x and on w alone. No gradient.
 
-    impl: None or "library" takes cuBLASLt with split-K off and never fewer than 16 rows (it sets torch's choice of
-    BLAS library for the process); "triton" our own product in the same order of sums; "reference" a float64 sum,
-    row-invariant on no device. Run `self_test` over a model's shapes before relying on the library.
+    x_MK and w_NK: bf16 (or fp32 on the CPU). dtype: of the result, x_MK's unless fp32 is asked for, whose sums are
+    never rounded; w_NK may then be fp32 too, holding bf16 values. The bias is added to the rounded product.
+
+    impl: None or "library" takes, on CUDA, cuBLASLt with split-K off and never fewer than 16 rows (it sets torch's
+    choice of BLAS library for the process), on the CPU, calls of a fixed number of rows; "triton" our own product in
+    the same order of sums; "reference" a float64 sum, row-invariant on no device. Run `self_test` over a model's
+    shapes before relying on the library.
     """
+    dtype = dtype or x_MK.dtype
     if impl == "triton":
         from kernels.scaled_mm.dense import triton_mm as product
     elif impl == "reference":
         from kernels.scaled_mm.reference import dense_mm as product
-    else:
+    elif x_MK.is_cuda:
         from kernels.scaled_mm.dense import library_mm as product
-    y_MN = product(x_MK, w_NK)
-    return y_MN if bias_N is None else y_MN + bias_N
+    else:
+        from kernels.scaled_mm.fixed_rows import fixed_rows_mm as product
+    y_MN = product(x_MK, w_NK, dtype)
+    return y_MN if bias_N is None else y_MN.add_(bias_N)
 
 
-def self_test(shapes: Iterable[tuple[int, int]], *, device: torch.device | str = "cuda") -> None:
+def self_test(
+    shapes: Iterable[tuple[int, int]], *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda"
+) -> None:
     """Prove on this device that `row_invariant_mm` is row-invariant for weights of the shapes (N, K).
 
     Compares rows of one product of 2048 rows, bit for bit, with products of 1 to 2000 of them at other positions.
-    Raises ContractError that names the first shape and number of rows that fail.
+    dtype: of the result. On the CPU there is nothing to prove: every call has the same shape. Raises ContractError
+    that names the first shape and number of rows that fail.
     """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return
     from kernels.scaled_mm.dense import check_row_invariance
 
     for num_rows, num_columns in shapes:
-        check_row_invariance(num_rows, num_columns, torch.device(device))
+        check_row_invariance(num_rows, num_columns, dtype, device)
 
 
 def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight, *, impl: Implementation | None = None) -> torch.Tensor:

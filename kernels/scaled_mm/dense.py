@@ -25,27 +25,29 @@ FEWEST_ROWS = 16
 TEST_ROWS = 2048
 
 
-def library_mm(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """x @ w.T through cuBLASLt with split-K off."""
+def library_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x @ w.T in dtype (x's, or fp32) through cuBLASLt with split-K off."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
     # The second value turns split-K off; with it on, some numbers of rows sum K in parts.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     rows = len(x_MK)
     if 0 < rows < FEWEST_ROWS:
-        return F.linear(F.pad(x_MK, (0, 0, 0, FEWEST_ROWS - rows)), w_NK)[:rows]
-    return F.linear(x_MK, w_NK)
+        x_MK = F.pad(x_MK, (0, 0, 0, FEWEST_ROWS - rows))
+    if dtype == x_MK.dtype:
+        return F.linear(x_MK, w_NK)[:rows]
+    return torch.mm(x_MK, w_NK.to(x_MK.dtype).t(), out_dtype=dtype)[:rows]
 
 
-def triton_mm(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """x @ w.T, bf16, K a multiple of 8."""
+def triton_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x @ w.T in dtype (x's, or fp32), K a multiple of 8."""
     (rows, columns), outputs = x_MK.shape, len(w_NK)
-    y_MN = torch.empty(rows, outputs, dtype=x_MK.dtype, device=x_MK.device)
+    y_MN = torch.empty(rows, outputs, dtype=dtype, device=x_MK.device)
     if rows == 0:
         return y_MN
     block_m, block_n, warps = (128, 128, 8) if rows > 64 else (64, 128, 4)
     _mm[(triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)](
         TensorDescriptor.from_tensor(x_MK, [block_m, 64]),
-        TensorDescriptor.from_tensor(w_NK, [block_n, 64]),
+        TensorDescriptor.from_tensor(w_NK.to(x_MK.dtype), [block_n, 64]),
         y_MN,
         rows,
         outputs,
@@ -81,18 +83,18 @@ def _mm(
     tl.store(y_ptrs, sum_MN.to(y_ptr.dtype.element_ty), mask=(m_M[:, None] < rows) & (n_N[None, :] < outputs))
 
 
-def check_row_invariance(num_rows: int, num_columns: int, device: torch.device) -> None:
+def check_row_invariance(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ContractError unless rows of `library_mm` for a weight [num_rows, num_columns] keep their bits."""
     generator = torch.Generator(device).manual_seed(num_rows * 65536 + num_columns)
     normal = {"generator": generator, "device": device, "dtype": torch.bfloat16}
     w_NK = torch.randn(num_rows, num_columns, **normal)
     x_MK = torch.randn(TEST_ROWS, num_columns, **normal)
-    expected_MN = library_mm(x_MK, w_NK)
+    expected_MN = library_mm(x_MK, w_NK, dtype)
     for rows in (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 192, 256, 257, 511, 512, 1000, 1024, 2000):
         chosen = torch.randperm(TEST_ROWS, generator=generator, device=device)[:rows]
-        if not torch.equal(library_mm(x_MK[chosen], w_NK), expected_MN[chosen]):
+        if not torch.equal(library_mm(x_MK[chosen], w_NK, dtype), expected_MN[chosen]):
             raise ContractError(
-                f"row-invariant product, weight {num_rows} x {num_columns}",
+                f"row-invariant product, weight {num_rows} x {num_columns}, {dtype}",
                 expected=f"rows of a product of {TEST_ROWS} rows, bit for bit",
                 found=f"other bits in a product of {rows} rows",
                 next_command='ask for impl="triton", which sums K in one order by construction',

@@ -276,7 +276,7 @@ def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight) -> torch.Tensor:
     """See `kernels.scaled_mm.mxfp4_mm`; x_MK bf16, contiguous."""
     rows, outputs = len(x_MK), weight.num_rows
     if rows >= DECODED_COPY_ROWS:
-        return library_mm(x_MK, decoded_copy(weight))
+        return library_mm(x_MK, decoded_copy(weight), x_MK.dtype)
     y_MN = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x_MK.device)
     if rows == 0:
         return y_MN

@@ -23,6 +23,7 @@ from schemas.errors import ContractError
 
 #: Bit of sign, high exponent, low exponent, mantissa of value p in a half word.
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
+#: The largest scale byte that a packed weight holds: 2^1, for values up to 12.
 LARGEST_SCALE = 128
 
 

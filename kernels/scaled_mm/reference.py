@@ -11,14 +11,14 @@ from kernels.quant import fp8_dequantize
 from kernels.scaled_mm.packing import Mxfp4Weight, unpack_mxfp4
 
 
-def dense_mm(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """x @ w.T summed in float64 and rounded once to x's dtype."""
-    return (x_MK.double() @ w_NK.double().T).to(x_MK.dtype)
+def dense_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x @ w.T summed in float64 and rounded once to dtype."""
+    return (x_MK.double() @ w_NK.double().T).to(dtype)
 
 
 def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight) -> torch.Tensor:
     """x @ W.T on the unpacked values, summed in float64."""
-    return dense_mm(x_MK, unpack_mxfp4(weight))
+    return dense_mm(x_MK, unpack_mxfp4(weight), x_MK.dtype)
 
 
 def fp8_mm(

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from kernels.linear_kl import Divergence, linear_kl
-from ml.linear import Linear, Precision, dense_precision, row_invariant_logits, weight_values
+from kernels.scaled_mm import row_invariant_mm
+from ml.linear import Linear, Precision, dense_precision, weight_values
 from ml.model import PackedCausal, SampledCausal, Transformer
 from ml.train.heads import TeacherHeads
 from ml.train.loader import MicroBatch
@@ -29,12 +30,14 @@ _BYTES_PER_LOGPROB = 12  # an fp32 logit, its share of the log-softmax and the r
 
 @dataclass(frozen=True)
 class LossSettings:
-    """vocab_size: rows of every head that count. chunk_bytes: bound on the logits of one chunk."""
+    """vocab_size: rows of every head that count. chunk_bytes: bound on the logits of one chunk. page_tokens: of the
+    sampler's KV pages, which its log-probabilities are recomputed with."""
 
     vocab_size: int
     divergence: Divergence = "reverse"
     temperature: float = 1.0
     chunk_bytes: int = 256 << 20
+    page_tokens: int = 64
 
 
 class StudentHead(nn.Module):
@@ -101,7 +104,7 @@ class StudentHead(nn.Module):
         chunk = max(1, self.settings.chunk_bytes // (_BYTES_PER_LOGPROB * w_VD.shape[0]))
         out = []
         for rows, ids in zip(rows_R.split(chunk), ids_R.split(chunk), strict=True):
-            logits_RV = row_invariant_logits(h_ND[rows], w_VD)
+            logits_RV = row_invariant_mm(h_ND[rows], w_VD, dtype=torch.float32)
             out.append(torch.log_softmax(logits_RV, 1).gather(1, ids[:, None]).squeeze(1))
         return torch.cat(out)
 
@@ -120,8 +123,11 @@ class Student(nn.Module):
         Without gradients every product is row-invariant, as in rollout; without heads (nothing to learn, only
         log-probabilities to recompute) attention is the sampler's too.
         """
-        attention = PackedCausal if heads is not None else SampledCausal
-        h_ND = self.transformer(batch.ids_N, batch.positions_N, attention(batch.cu_tokens))
+        if heads is not None:
+            attend = PackedCausal(batch.cu_tokens)
+        else:
+            attend = SampledCausal(batch.cu_tokens, page_tokens=self.head.settings.page_tokens)
+        h_ND = self.transformer(batch.ids_N, batch.positions_N, attend)
         return self.head(h_ND, batch, heads, want_logprobs)
 
 

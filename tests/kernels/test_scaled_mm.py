@@ -90,8 +90,8 @@ def test_triton_product_interpreted(triton_interpreter):
     generator = torch.Generator().manual_seed(2)
     for rows, outputs, columns in ((1, 130, 72), (70, 5, 64), (129, 128, 8)):
         x, w = torch.randn(rows, columns, generator=generator), torch.randn(outputs, columns, generator=generator)
-        assert error(triton_mm(x, w), x.double() @ w.double().T) < 1e-6
-    assert triton_mm(x[:0], w).shape == (0, 128)
+        assert error(triton_mm(x, w, x.dtype), x.double() @ w.double().T) < 1e-6
+    assert triton_mm(x[:0], w, x.dtype).shape == (0, 128)
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 128), (40, 130, 200), (130, 16, 300)])
@@ -161,7 +161,7 @@ def test_self_test_names_the_shape(monkeypatch):
     from kernels.scaled_mm import dense
 
     product = dense.library_mm
-    monkeypatch.setattr(dense, "library_mm", lambda x, w: product(x, w) + (len(x) == 33))
+    monkeypatch.setattr(dense, "library_mm", lambda x, w, dtype: product(x, w, dtype) + (len(x) == 33))
     with pytest.raises(ContractError, match=r"576 x 1536(.|\n)*33 rows"):
         self_test([(576, 1536)])
 

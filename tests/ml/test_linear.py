@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from ml.linear import ROWS, Linear, row_invariant_linear, row_invariant_logits, weight_values
+from kernels.quant import mxfp4_dequantize, mxfp4_quantize
+from kernels.scaled_mm import row_invariant_mm
+from kernels.scaled_mm.fixed_rows import ROWS
+from ml.linear import Linear, weight_values
 
 ROW_COUNTS = [*range(1, 36), 47, 63, 64, 65, 96, 100, 127, 199, 200]
 SHAPES = [(576, 576), (192, 576), (576, 1536), (48, 100), (13, 7), (1, 1), (1000, 33)]
@@ -51,18 +54,18 @@ def test_a_row_has_the_same_bits_in_any_company(kind, num_outputs, num_inputs):
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     x_NI = torch.randn(200, num_inputs, generator=generator).to(dtype)
     w_OI = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
-    product = row_invariant_logits if kind == "logits" else row_invariant_linear
-    alone = torch.cat([product(row, w_OI) for row in x_NI.split(1)])
+    out = torch.float32 if kind == "logits" else dtype
+    alone = torch.cat([row_invariant_mm(row, w_OI, dtype=out) for row in x_NI.split(1)])
     for num_rows in ROW_COUNTS:
         chosen = torch.randperm(200, generator=generator)[:num_rows]
-        assert torch.equal(product(x_NI[chosen], w_OI), alone[chosen]), num_rows
+        assert torch.equal(row_invariant_mm(x_NI[chosen], w_OI, dtype=out), alone[chosen]), num_rows
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS])
 def test_products_and_bias_equal_float64(num_rows):
     x_NI, w_OI, bias_O = torch.randn(num_rows, 70), torch.randn(45, 70), torch.randn(45)
     want = x_NI.double() @ w_OI.double().t() + bias_O.double()
-    found = row_invariant_linear(x_NI, w_OI, bias_O)
+    found = row_invariant_mm(x_NI, w_OI, bias_O)
     assert found.shape == (num_rows, 45)
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-4)
 
@@ -70,33 +73,33 @@ def test_products_and_bias_equal_float64(num_rows):
 def test_logits_of_bf16_states_are_summed_and_kept_in_fp32():
     h_ND, w_VD = torch.randn(40, 576).bfloat16(), torch.randn(500, 576).bfloat16()
     want = h_ND.double() @ w_VD.double().t()
-    found = row_invariant_logits(h_ND, w_VD)
+    found = row_invariant_mm(h_ND, w_VD, dtype=torch.float32)
     assert found.dtype == torch.float32
     # A bf16 result would be off by up to 0.25 at this size.
     assert (found - want).abs().max() < 1e-3
-    assert torch.equal(found, row_invariant_logits(h_ND, w_VD.float()))
+    assert torch.equal(found, row_invariant_mm(h_ND, w_VD.float(), dtype=torch.float32))
 
 
 def test_logits_leave_the_precision_setting_as_it_was():
     matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = matmul.fp32_precision
-    row_invariant_logits(torch.randn(3, 8).bfloat16(), torch.randn(5, 8))
+    row_invariant_mm(torch.randn(3, 8).bfloat16(), torch.randn(5, 8), dtype=torch.float32)
     assert matmul.fp32_precision == before
     with pytest.raises(RuntimeError):
-        row_invariant_logits(torch.randn(3, 8).bfloat16(), torch.randn(5, 9))
+        row_invariant_mm(torch.randn(3, 8).bfloat16(), torch.randn(5, 9), dtype=torch.float32)
     assert matmul.fp32_precision == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_where_operands_lie_in_memory_does_not_matter(dtype):
     x_NI, w_OI = torch.randn(37, 100).to(dtype), torch.randn(50, 100).to(dtype)
-    want = row_invariant_linear(x_NI, w_OI)
+    want = row_invariant_mm(x_NI, w_OI)
     for shift in (1, 3, 8):
         flat = torch.zeros(50 * 100 + shift, dtype=dtype)
         w_view = flat[shift:].view(50, 100).copy_(w_OI)
-        assert torch.equal(row_invariant_linear(x_NI, w_view), want)
+        assert torch.equal(row_invariant_mm(x_NI, w_view), want)
     x_strided = torch.empty(37, 200, dtype=dtype)[:, ::2].copy_(x_NI)
-    assert torch.equal(row_invariant_linear(x_strided, w_OI), want)
+    assert torch.equal(row_invariant_mm(x_strided, w_OI), want)
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
@@ -132,3 +135,27 @@ def test_gradients_of_a_linear_equal_float64():
 def test_it_is_not_the_class_that_deepspeed_gathers_in_bf16():
     linear = Linear(2, 2, bias=False, precision="bf16", compute=torch.float32, dtype=torch.float32)
     assert not isinstance(linear, torch.nn.Linear)
+
+
+def test_a_packed_layer_keeps_codes_and_values_that_do_not_fit_stay_dense():
+    w_OI = torch.randn(70, 96)
+    blocks, scales = mxfp4_quantize(w_OI)
+    layer = Linear(96, 70, bias=True, precision="fp32", compute=torch.bfloat16, dtype=torch.bfloat16, packs=True)
+    x_NI = torch.randn(5, 96).bfloat16()
+    with torch.no_grad():
+        assert layer.bias is not None
+        layer.bias.normal_()
+        layer.set_weight(w_OI)
+        assert layer.weight.is_meta
+        values = mxfp4_dequantize(blocks, scales, torch.float32).double()
+        want = (x_NI.double() @ values.t()).bfloat16() + layer.bias
+        assert torch.equal(layer(x_NI), want)
+        # MXFP4 values are their own codes.
+        layer.set_weight(values.float())
+        assert torch.equal(layer(x_NI), want)
+        layer.set_weight(w_OI * 8)
+        assert not layer.weight.is_meta
+        assert torch.equal(layer.weight.double(), values * 8)
+        torch.testing.assert_close(layer(x_NI) - layer.bias, (want - layer.bias) * 8, rtol=2e-2, atol=0.3)
+        layer.set_weight(w_OI)
+        assert torch.equal(layer(x_NI), want)

@@ -1,0 +1,66 @@
+"""What a device asks of ml: which one a rank has, and all that differs between a GPU and a CPU.
+
+Nothing else in ml asks for a kind of device. Products, attention, casts and the loss tell devices apart by their
+tensors, inside `kernels`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What differs by kind of device.
+
+    backend: of torch.distributed; vectors on the host always go through gloo. overlap: whether DeepSpeed reduces
+    gradients beside the backward pass. compute_dtypes: those that its kernels take. head_dtype: in which inference
+    keeps embedding and head, None for the model's compute dtype. packs_mxfp4: whether a product reads MXFP4 codes
+    themselves. split_tokens: where the sampler cuts a sequence's keys, in absolute positions; the cuts decide bits.
+    """
+
+    backend: str
+    overlap: bool
+    compute_dtypes: frozenset[torch.dtype]
+    head_dtype: torch.dtype | None
+    packs_mxfp4: bool
+    split_tokens: int
+
+
+_CPU = Traits(
+    backend="gloo",
+    overlap=False,
+    compute_dtypes=frozenset({torch.float32, torch.bfloat16}),
+    # Logits are products of fp32 operands there: keeping the head so saves a conversion a call.
+    head_dtype=torch.float32,
+    packs_mxfp4=False,
+    split_tokens=64,
+)
+_CUDA = Traits(
+    backend="cpu:gloo,cuda:nccl",
+    overlap=True,
+    compute_dtypes=frozenset({torch.bfloat16}),
+    head_dtype=None,
+    packs_mxfp4=True,
+    split_tokens=512,
+)
+
+
+def traits(device: torch.device | str) -> Traits:
+    """The traits of a CUDA device, or the CPU's, which are those of tensors without storage too."""
+    return _CUDA if torch.device(device).type == "cuda" else _CPU
+
+
+def rank_device() -> torch.device:
+    """The device of this process: GPU LOCAL_RANK modulo the visible ones (0 without LOCAL_RANK), else the CPU.
+
+    It becomes torch's current one, since kernels launch there.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
