@@ -17,7 +17,9 @@ from typing import Literal
 
 import torch
 
+from kernels.quant import fp8_quantize_rows, mxfp4_to_fp8
 from kernels.scaled_mm.packing import LARGEST_SCALE, Mxfp4Weight, pack_mxfp4
+from schemas.errors import ContractError
 
 Implementation = Literal["library", "triton", "reference"]
 
@@ -31,6 +33,7 @@ __all__ = [
     "pack_mxfp4",
     "row_invariant_mm",
     "self_test",
+    "w4a8_mm",
 ]
 
 
@@ -115,6 +118,32 @@ def fp8_mm(
     else:
         from kernels.scaled_mm.fp8 import library_fp8_mm as product
     return product(x_codes, x_scales, w_codes, w_scales, dtype)
+
+
+def w4a8_mm(
+    x_MK: torch.Tensor,
+    blocks: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    name: str = "MXFP4 weight",
+    dtype: torch.dtype = torch.bfloat16,
+    impl: Implementation | None = None,
+) -> torch.Tensor:
+    """y_MN of x in FP8 (1 x 128) and an MXFP4 weight that FP8 holds exactly: the bits of `fp8_mm` on W's values.
+
+    x_MK: bf16 or fp32. blocks uint8 [N, K/2], scales uint8 [N, K/32] of `kernels.quant`. Each call makes the FP8 copy
+    of the weight, so memory keeps the four-bit codes alone, and reads its verdicts back, so no CUDA graph captures
+    it. Raises ContractError that names the weight where a 128 x 128 tile is not exact in FP8 (its scales spread over
+    more than 14 binades): such a weight goes through `mxfp4_mm`.
+    """
+    w_codes, w_scales, exact = mxfp4_to_fp8(blocks, scales)
+    if not bool(exact.all()):
+        raise ContractError(
+            f"w4a8_mm, {name}", expected="MXFP4 values that FP8 holds in tiles of 128 x 128, all of them",
+            found=f"{int((~exact).sum())} of {exact.numel()} tiles that it would round",
+            next_command="multiply this weight by mxfp4_mm, or by row_invariant_mm on its bf16 values",
+        )  # fmt: skip
+    return fp8_mm(*fp8_quantize_rows(x_MK), w_codes, w_scales, dtype=dtype, impl=impl)
 
 
 def fp8_linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_tiles
+from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_tiles, mxfp4_dequantize
 from kernels.scaled_mm import (
     fp8_linear,
     fp8_mm,
@@ -16,6 +16,7 @@ from kernels.scaled_mm import (
     pack_mxfp4,
     row_invariant_mm,
     self_test,
+    w4a8_mm,
 )
 from kernels.scaled_mm.packing import unpack_mxfp4
 from schemas.errors import ContractError
@@ -111,6 +112,28 @@ def test_fp8_product_of_blocks(shape):
     w_codes, w_scales = fp8_quantize_rows(w)
     by_row = fp8_mm(x_codes, x_scales, w_codes, w_scales, dtype=torch.float32)
     assert error(by_row, x.double() @ w.double().T) < 0.06
+
+
+def test_w4a8_product_is_the_fp8_product_on_the_values():
+    blocks, scales = random_mxfp4(130, 256, low=108, high=122)
+    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(9))
+    x_codes, x_scales = fp8_quantize_rows(x)
+    x_values = x_codes.double() * x_scales.double().repeat_interleave(128, 1)
+    found = w4a8_mm(x, blocks, scales, dtype=torch.float32)
+    assert error(found, x_values @ decode_mxfp4(blocks, scales).T) < 1e-6
+    values = decode_mxfp4(blocks, scales).float()
+    assert torch.equal(w4a8_mm(x, blocks, scales), fp8_mm(x_codes, x_scales, *fp8_quantize_tiles(values)))
+
+
+def test_w4a8_product_names_a_weight_that_fp8_would_round():
+    blocks, scales = torch.full((256, 128), 0x11, dtype=torch.uint8), torch.full((256, 8), 127, dtype=torch.uint8)
+    x = torch.ones(1, 256)
+    blocks[200, 16:32] = 0x77  # a block of 6.0 beside blocks of 0.5
+    scales[200, 2] = 112  # 15 binades below in one tile
+    with pytest.raises(ContractError, match=r"layers\.3\.up_proj(.|\n)*1 of 4"):
+        w4a8_mm(x, blocks, scales, name="layers.3.up_proj")
+    scales[200, 2] = 120
+    assert torch.isfinite(w4a8_mm(x, blocks, scales)).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 130])
@@ -211,6 +234,18 @@ def test_fp8_products_on_the_gpu(shape):
     fp8_linear(*on_cpu).backward(dy.cpu())
     assert error(x.grad.cpu(), on_cpu[0].grad) < 4e-3
     assert error(w.grad.cpu(), on_cpu[1].grad) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(300, 576, 1536), (16, 4096, 4096), (1, 128, 128)])
+def test_w4a8_product_has_the_bits_of_the_fp8_product(shape):
+    tokens, outputs, inputs = shape
+    blocks, scales = random_mxfp4(outputs, inputs, low=109, high=122, device="cuda")
+    values = decode_mxfp4(blocks.cpu(), scales.cpu()).float().cuda() if outputs < 1000 else None
+    values = mxfp4_dequantize(blocks, scales, torch.float32) if values is None else values
+    x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
+    expected = fp8_mm(*fp8_quantize_rows(x), *fp8_quantize_tiles(values))
+    assert torch.equal(w4a8_mm(x, blocks, scales), expected)
 
 
 @pytest.mark.gpu
