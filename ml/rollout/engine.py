@@ -23,7 +23,7 @@ from ml.rollout.runner import Runner
 from ml.rollout.sampling import SamplingParams, sample
 from ml.rollout.scheduler import Rows, Scheduler
 from ml.rollout.scheduler import Sequence as Scheduled
-from ml.rollout.spill import KvLayout, SpilledKv, SpillRecord, encode_kv
+from ml.rollout.spill import KvLayout, PrefillCost, Spillable, SpilledKv, SpillQueue, SpillRecord, encode_kv
 from schemas.errors import ContractError
 
 
@@ -96,6 +96,7 @@ class _Trajectory(Scheduled):
     raw: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
     kv: SpilledKv | None = None
+    stored_positions: int = 0
     num_kv_restores: int = 0
     num_prefill_rebuilds: int = 0
     finish_reason: str = ""
@@ -146,6 +147,7 @@ class RolloutEngine:
             return
         if request.kv is not None and request.kv.positions:
             trajectory.kv = request.kv
+            trajectory.stored_positions = request.kv.positions
         elif request.logged_ids:
             trajectory.num_prefill_rebuilds = 1
         self._unfinished[request.trajectory_id] = trajectory
@@ -177,20 +179,27 @@ class RolloutEngine:
         self._note_acknowledged()
         return dict(self._durable)
 
-    def spill(self, write: Callable[[str, bytes], None], deadline: float) -> list[SpillRecord]:
-        """Write the KV of unfinished trajectories, the longest first, until `deadline` (time.monotonic()).
+    def spill(self, write: Callable[[str, bytes], bool], deadline: float) -> list[SpillRecord]:
+        """Write KV of unfinished trajectories until `deadline` (time.monotonic()), in the order of SpillQueue.
 
-        write(name, bytes) stores one object. The engine must not step during or after this.
+        write(name, bytes) stores one object; False: it is too late. The engine must not step during or after this.
         """
+        kept = {t.trajectory_id: t.kv.positions if t.kv else t.num_kept for t in self._unfinished.values()}
+        position_bytes = self.kv_layout.position_bytes
+        candidates = [
+            Spillable(i, kept[i], t.stored_positions, kept[i] * position_bytes) for i, t in self._unfinished.items()
+        ]
+        queue = SpillQueue(candidates, PrefillCost.of(self.model.config), deadline)
         records = []
-        kept = {t: t.kv.positions if t.kv else t.num_kept for t in self._unfinished.values()}
-        for trajectory in sorted(kept, key=lambda t: (-kept[t], t.trajectory_id)):
-            if kept[trajectory] == 0 or time.monotonic() >= deadline:
-                break
-            kv = trajectory.kv or SpilledKv(*self._runner.read_kv(trajectory.pages, trajectory.num_kept))
+        while (chosen := queue.next()) is not None:
+            started = time.monotonic()
+            trajectory = self._unfinished[chosen.trajectory_id]
+            kv = SpilledKv(*self._runner.read_kv(trajectory.pages, trajectory.num_kept))
             data = encode_kv(kv, self.kv_layout, trajectory.trajectory_id, trajectory.tokens)
             name = f"{trajectory.trajectory_id}.kv"
-            write(name, data)
+            if not write(name, data):
+                break
+            queue.wrote(len(data), time.monotonic() - started)
             digest = hashlib.sha256(data).hexdigest()
             records.append(SpillRecord(trajectory.trajectory_id, name, kv.positions, len(data), digest))
         return records

@@ -10,14 +10,15 @@ Letters: M positions kept, L layers, G KV heads, C channels.
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ml.model import Transformer
+from ml.model import ModelConfig, Transformer
 from schemas import shards
 from schemas.errors import ContractError, FormatError
 
@@ -39,6 +40,12 @@ class KvLayout:
     def of(cls, model: Transformer, student_digest: str) -> KvLayout:
         config = model.config
         return cls(student_digest, _DTYPES[model.compute], config.layers, config.kv_heads, config.head_channels)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position in a spill: its token id, its key and its value."""
+        itemsize = {"BF16": 2, "F32": 4}[self.dtype]
+        return 4 + 2 * self.layers * self.kv_heads * self.head_channels * itemsize
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,75 @@ class SpillRecord:
     positions: int
     size_bytes: int
     digest: str
+
+
+@dataclass(frozen=True)
+class PrefillCost:
+    """Multiply-adds that compute the KV of a sequence's first n positions anew: linear * n + quadratic * n^2."""
+
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> PrefillCost:
+        attended = config.heads * config.head_channels
+        linears = 2 * attended + 2 * config.kv_heads * config.head_channels + 3 * config.feed_forward
+        # Position i reads i keys and as many values: n^2 / 2 of each.
+        return cls(linear=config.layers * config.width * linears, quadratic=config.layers * attended)
+
+    def __call__(self, positions: int) -> float:
+        return self.linear * positions + self.quadratic * positions**2
+
+
+@dataclass(frozen=True)
+class Spillable:
+    """KV that could be written. stored: of how many first positions an earlier spill lies in the store already."""
+
+    trajectory_id: str
+    positions: int
+    stored: int
+    size_bytes: int
+
+
+class SpillQueue:
+    """What to write next before `deadline` (of `clock`, seconds): what saves the most prefill a byte.
+
+    What an earlier spill would restore is not saved again, so KV that has not grown since is not written. Nothing is
+    started that the time left is not enough for at the rate of the largest write so far, in which the store's latency
+    weighs least; the smallest goes first, while no rate is known. Ties go by trajectory_id.
+    """
+
+    def __init__(
+        self,
+        candidates: Iterable[Spillable],
+        cost: PrefillCost,
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        saved = {c: cost(c.positions) - cost(c.stored) for c in candidates}
+        self._left = sorted(
+            (c for c in saved if saved[c] > 0), key=lambda c: (-saved[c] / c.size_bytes, c.trajectory_id)
+        )
+        self._deadline, self._clock = deadline, clock
+        self._largest_bytes, self._bytes_per_s = 0, 0.0
+
+    def next(self) -> Spillable | None:
+        """None when nothing is left that the time is enough for."""
+        seconds = self._deadline - self._clock()
+        if seconds <= 0 or not self._left:
+            return None
+        if self._largest_bytes:
+            chosen = next((c for c in self._left if c.size_bytes <= self._bytes_per_s * seconds), None)
+        else:
+            chosen = min(self._left, key=lambda c: (c.size_bytes, c.trajectory_id))
+        if chosen is not None:
+            self._left.remove(chosen)
+        return chosen
+
+    def wrote(self, size_bytes: int, seconds: float) -> None:
+        """How long one write took, with the reading of the KV and its encoding."""
+        if size_bytes >= self._largest_bytes:
+            self._largest_bytes, self._bytes_per_s = size_bytes, size_bytes / max(seconds, 1e-9)
 
 
 def encode_kv(kv: SpilledKv, layout: KvLayout, trajectory_id: str, token_ids: Sequence[int]) -> bytes:

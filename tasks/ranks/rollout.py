@@ -15,6 +15,7 @@ import functools
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ from tasks.ranks.rollout_results import Response, publish
 from tasks.rewards import Rewarder
 
 _REPORT_SECONDS = 0.25
+#: From the last seal to the end of the process: the lease is released, Python ends.
+_EXIT_SECONDS = 1.0
 
 
 class Preempted(BaseException):
@@ -83,6 +86,27 @@ class Resumed:
     @property
     def rebuilds(self) -> bool:
         return self.kv is None and len(self.logged.ids) > 0
+
+
+def _put_in_time(store: ObjectStore, key: str, data: bytes, deadline: float) -> bool:
+    """False when the object was not whole in the store by `deadline` (time.monotonic()); the upload is then given up.
+
+    It ends with the process, and leaves no object or one that no record names.
+    """
+    failure: list[Exception] = []
+
+    def put() -> None:
+        try:
+            store.put(key, data)
+        except Exception as error:
+            failure.append(error)
+
+    upload = threading.Thread(target=put, name=f"spill {key}", daemon=True)
+    upload.start()
+    upload.join(max(0.0, deadline - time.monotonic()))
+    if failure:
+        raise failure[0]
+    return not upload.is_alive()
 
 
 def local_log(scratch: Path, owned: str, epoch: int) -> Path:
@@ -272,7 +296,7 @@ class Partition:
                 responses[finished.trajectory_id] = _sampled_response(finished, known)
             self._report(done | engine.live(), len(responses))
             if self.worker.stop.arrived is not None and engine.has_work():
-                self._spill(log, engine, self.worker.stop.arrived + work["grace_seconds"])
+                self._spill(log, engine, self.worker.stop.arrived)
                 self._report(done | engine.live(), len(responses), now=True)
                 raise Preempted
         log.seal()
@@ -298,14 +322,24 @@ class Partition:
             student_digest=self.work["student"]["digest"],
         )  # fmt: skip
 
-    def _spill(self, log: TokenLog, engine: RolloutEngine, deadline: float) -> None:
-        """Tail first, then KV while the grace lasts, then the records that make the KV findable."""
+    def _spill(self, log: TokenLog, engine: RolloutEngine, stopped: float) -> None:
+        """Tail first, then KV while the grace lasts, then the records that make the KV findable.
+
+        stopped: time.monotonic() of the SIGTERM.
+        """
+        started = time.monotonic()
         log.seal()
+        # The records are sealed and uploaded as the tail was, and the process must end, before the grace is over.
+        sealing = time.monotonic() - started
+        deadline = stopped + self.work["grace_seconds"] - 2 * sealing - _EXIT_SECONDS
 
         def key(name: str) -> str:
             return keys.owned_object(self.lease.owned, self.lease.epoch, f"spill/{name}")
 
-        for record in engine.spill(lambda name, data: self.store.put(key(name), data), deadline):
+        def write(name: str, data: bytes) -> bool:
+            return _put_in_time(self.store, key(name), data, deadline)
+
+        for record in engine.spill(write, deadline):
             spill = Spill(record.positions, record.size_bytes, bytes.fromhex(record.digest), key(record.name))
             log.append_spill(log.number(record.trajectory_id), spill)
         log.seal()

@@ -193,19 +193,22 @@ def test_a_log_that_ends_with_the_response_only_needs_its_finish():
     assert log.tokens == {}
 
 
-def test_spill_ends_at_the_deadline_and_starts_with_the_longest():
+def test_spill_goes_on_until_a_write_is_too_late():
+    """The smallest first, which shows the rate; then the longest, whose prefill costs most a byte."""
     _, ours, _ = models("llama")
     one = engine(ours)
-    for name, length in (("a", 3), ("b", 40), ("c", 20)):
+    for name, length in (("a", 3), ("b", 40), ("c", 20), ("d", 30)):
         one.add(Request(name, tuple(range(length)), 1, 60))
     for _ in range(4):
         assert one.step() == []
     names: list[str] = []
-    assert one.spill(lambda name, data: names.append(name), time.monotonic() - 1) == []
 
-    def slow(name: str, data: bytes) -> None:
+    def write(name: str, data: bytes) -> bool:
         names.append(name)
-        time.sleep(0.02)
+        return name != "c.kv"
 
-    one.spill(slow, time.monotonic() + 0.03)
-    assert names == ["b.kv", "c.kv"]
+    assert one.spill(write, time.monotonic() - 1) == []
+    assert names == []
+    records = one.spill(write, time.monotonic() + 60)
+    assert names == ["a.kv", "b.kv", "d.kv", "c.kv"]
+    assert [r.trajectory_id for r in records] == ["a", "b", "d"]

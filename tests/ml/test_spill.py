@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ml.rollout.spill import KvLayout, SpilledKv, decode_kv, encode_kv
+from ml.model import ModelConfig
+from ml.rollout.spill import KvLayout, PrefillCost, Spillable, SpilledKv, SpillQueue, decode_kv, encode_kv
 from schemas.errors import ContractError, FormatError, OpdError
 
 TOKENS = [5, 9, 1, 0, 7, 7, 2]
@@ -121,3 +122,99 @@ def test_layout_of_a_model_names_its_compute_dtype():
     }  # fmt: skip
     model = Transformer(ModelConfig.from_hf(config, "c"), precision="bf16", compute=torch.bfloat16, trainable=False)
     assert KvLayout.of(model, "d") == KvLayout("d", "BF16", layers=2, kv_heads=2, head_channels=4)
+
+
+class Uploads:
+    """A store of so many bytes a second after a latency, on a clock of its own."""
+
+    def __init__(self, bytes_per_s: float, latency: float = 0.0) -> None:
+        self.now, self.bytes_per_s, self.latency = 100.0, bytes_per_s, latency
+
+    def drain(self, queue: SpillQueue) -> list[str]:
+        names = []
+        while (chosen := queue.next()) is not None:
+            seconds = self.latency + chosen.size_bytes / self.bytes_per_s
+            self.now += seconds
+            queue.wrote(chosen.size_bytes, seconds)
+            names.append(chosen.trajectory_id)
+        return names
+
+
+def spillable(name: str, positions: int, stored: int = 0) -> Spillable:
+    return Spillable(name, positions, stored, 10 * positions)
+
+
+def test_prefill_cost_counts_the_products_of_a_llama():
+    """Against the operations of a forward pass counted by torch; attention computes both halves of the square."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import LlamaConfig, LlamaModel
+
+    shape = LlamaConfig(vocab_size=50, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
+                        num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    shape._attn_implementation = "eager"
+    cost = PrefillCost.of(ModelConfig.from_hf(shape.to_dict(), "test"))
+    for positions in (1, 7, 64):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            LlamaModel(shape)(torch.arange(positions)[None] % 50)
+        counted = counter.get_total_flops() / 2
+        assert cost.linear * positions + 2 * cost.quadratic * positions**2 == counted
+
+
+@pytest.mark.parametrize("quadratic", [0.0, 0.5])
+def test_spills_go_by_saved_prefill_a_byte(quadratic):
+    """Without attention every position is worth the same, so ids decide; with it, long contexts are worth more."""
+    store = Uploads(bytes_per_s=1e9)
+    candidates = [spillable("d", 20), spillable("b", 50), spillable("a", 30), spillable("c", 50), spillable("e", 10)]
+    queue = SpillQueue(candidates, PrefillCost(3.0, quadratic), store.now + 60, lambda: store.now)
+    order = ["e", "b", "c", "a", "d"] if quadratic else ["e", "a", "b", "c", "d"]
+    assert store.drain(queue) == order
+
+
+def test_kv_that_lies_in_the_store_already_is_worth_only_its_growth():
+    store = Uploads(bytes_per_s=1e9)
+    candidates = [spillable("grown", 100, stored=90), spillable("same", 100, stored=100), spillable("new", 60),
+                  spillable("less", 50, stored=80), spillable("none", 0), spillable("probe", 5)]  # fmt: skip
+    queue = SpillQueue(candidates, PrefillCost(1.0, 1.0), store.now + 60, lambda: store.now)
+    assert store.drain(queue) == ["probe", "new", "grown"]
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.05])
+@pytest.mark.parametrize("grace", [0.0, 0.3, 1.0, 5.0, 100.0])
+def test_no_write_overruns_the_grace(grace, latency):
+    """Whatever fits is written; what does not is passed over for what does."""
+    store = Uploads(bytes_per_s=1000.0, latency=latency)
+    sizes = [4, 40, 70, 110, 250, 900]
+    start = store.now
+    queue = SpillQueue([spillable(str(n), n) for n in sizes], PrefillCost(1.0, 1.0), start + grace, lambda: store.now)
+    names = store.drain(queue)
+    assert store.now <= start + max(grace, 0.0)
+    assert names[:1] == (["4"] if grace else [])
+    if grace == 100.0:
+        assert (
+            names == ["4", "900", "250", "110", "70", "40"] if not latency else sorted(names) == sorted(map(str, sizes))
+        )
+    if grace == 1.0 and not latency:
+        assert names == ["4", "70"]
+
+
+def test_a_rate_that_latency_hides_shows_as_writes_grow():
+    """4 positions in a latency of 1 s look like 40 bytes/s; each larger write teaches a better rate."""
+    store = Uploads(bytes_per_s=10_000.0, latency=1.0)
+    sizes = [4, 30, 200, 1500]
+    queue = SpillQueue(
+        [spillable(str(n), n) for n in sizes], PrefillCost(1.0, 1.0), store.now + 14.0, lambda: store.now
+    )
+    assert store.drain(queue) == ["4", "30", "200", "1500"]
+
+
+def test_a_store_that_slows_down_is_noticed():
+    store = Uploads(bytes_per_s=1000.0)
+    candidates = [spillable("a", 50), spillable("b", 50), spillable("c", 50)]
+    queue = SpillQueue(candidates, PrefillCost(1.0, 1.0), store.now + 3.0, lambda: store.now)
+    first = queue.next()
+    assert first is not None
+    queue.wrote(first.size_bytes, 0.5)
+    second = queue.next()
+    assert second is not None
+    queue.wrote(second.size_bytes, 5.0)
+    assert queue.next() is None
