@@ -17,35 +17,51 @@ class Traits:
     """What differs by kind of device.
 
     backend: of torch.distributed; vectors on the host always go through gloo. overlap: whether DeepSpeed reduces
-    gradients beside the backward pass. compute_dtypes: those that its kernels take. head_dtype: in which inference
-    keeps embedding and head, None for the model's compute dtype. packs_mxfp4: whether a product reads MXFP4 codes
-    themselves. split_tokens: where the sampler cuts a sequence's keys, in absolute positions; the cuts decide bits.
+    gradients beside the backward pass. chunk_bytes: logits of one chunk of the KL, unless the configuration says.
+    compute_dtypes: those that the kernels take. head_dtype: in which inference keeps embedding and head, None for the
+    model's compute dtype. packs_mxfp4: whether a product reads MXFP4 codes themselves. split_tokens: where the
+    sampler cuts a sequence's keys, in absolute positions; the cuts decide bits.
+    prefill_chunk_tokens: prefill rows of one rollout step. steps_in_flight: rollout steps that may run while an older
+    one is logged. graphs: whether decode steps are replayed from graphs.
     """
 
     backend: str
     overlap: bool
+    chunk_bytes: int
     compute_dtypes: frozenset[torch.dtype]
     head_dtype: torch.dtype | None
     packs_mxfp4: bool
     split_tokens: int
+    prefill_chunk_tokens: int
+    steps_in_flight: int
+    graphs: bool
 
 
 _CPU = Traits(
     backend="gloo",
     overlap=False,
+    chunk_bytes=256 << 20,
     compute_dtypes=frozenset({torch.float32, torch.bfloat16}),
     # Logits are products of fp32 operands there: keeping the head so saves a conversion a call.
     head_dtype=torch.float32,
     packs_mxfp4=False,
     split_tokens=64,
+    prefill_chunk_tokens=256,
+    steps_in_flight=0,
+    graphs=False,
 )
 _CUDA = Traits(
     backend="cpu:gloo,cuda:nccl",
     overlap=True,
+    # Fewer tokens a chunk read and write the head's gradient too often (kernels/BENCH.md).
+    chunk_bytes=1 << 30,
     compute_dtypes=frozenset({torch.bfloat16}),
     head_dtype=None,
     packs_mxfp4=True,
     split_tokens=512,
+    prefill_chunk_tokens=8192,
+    steps_in_flight=1,
+    graphs=True,
 )
 
 

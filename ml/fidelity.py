@@ -34,19 +34,26 @@ class Fidelity:
 
 
 @torch.no_grad()
-def fidelity(folder: Path, contexts: Sequence[Sequence[int]], *, vocab_size: int, batch_tokens: int = 4096) -> Fidelity:
+def fidelity(
+    folder: Path,
+    contexts: Sequence[Sequence[int]],
+    *,
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+    batch_tokens: int = 4096,
+) -> Fidelity:
     """Compare a float model folder with its quantised self on non-empty contexts of token ids.
 
     The two are in memory one after the other. Raises as load_model and hidden_states do.
     """
-    quantised_ND = _states(folder, "mxfp4", contexts, batch_tokens)[0]
-    plain_ND, model = _states(folder, "bf16", contexts, batch_tokens)
+    quantised_ND = _states(folder, "mxfp4", contexts, device, batch_tokens)[0]
+    plain_ND, model = _states(folder, "bf16", contexts, device, batch_tokens)
     rows = max(1, _CHUNK_BYTES // (8 * vocab_size))
     kls, agreed = [], 0
     for quantised, plain in zip(quantised_ND.split(rows), plain_ND.split(rows), strict=True):
         # Both have the same head: it is never quantised.
-        q_NV, p_NV = (torch.log_softmax(model.logits(h, vocab_size).double(), 1) for h in (quantised, plain))
-        kls.append((q_NV.exp() * (q_NV - p_NV)).sum(1))
+        q_NV, p_NV = (torch.log_softmax(model.logits(h.to(device), vocab_size).double(), 1) for h in (quantised, plain))
+        kls.append((q_NV.exp() * (q_NV - p_NV)).sum(1).cpu())
         agreed += int((q_NV.argmax(1) == p_NV.argmax(1)).sum())
     kl_N = torch.cat(kls)
     exact = fp8_exact(folder)
@@ -60,9 +67,9 @@ def fidelity(folder: Path, contexts: Sequence[Sequence[int]], *, vocab_size: int
     )
 
 
-def _states(folder: Path, precision: Precision, contexts: Sequence[Sequence[int]], batch_tokens: int):
+def _states(folder: Path, precision: Precision, contexts: Sequence[Sequence[int]], device, batch_tokens: int):
     """(bf16 states [N, D] of every position, model)."""
-    model = load_model(folder, precision=precision, compute="bf16")
+    model = load_model(folder, precision=precision, compute="bf16", device=device)
     # A reading's last token predicts nothing: one more is put there, which nobody reads.
     readings = [Reading(context[:1], [*context[1:], context[0]]) for context in contexts]
     return torch.cat(list(hidden_states(model, readings, batch_tokens=batch_tokens))), model

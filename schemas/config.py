@@ -164,7 +164,7 @@ class Train(Section):
     zero_stage: Literal[1, 3] = operational(1)
     ranks: int = operational(1, gt=0)
     threads: int = operational(0, ge=0)
-    chunk_bytes: int = operational(256 << 20, gt=0, description="logits of one chunk of the KL")
+    chunk_bytes: int = operational(0, ge=0, description="logits of one chunk of the KL; 0: by kind of device")
     recompute_layers: bool = operational(
         True, description="keep only each layer's input and recompute the rest in backward: less memory, a third slower"
     )

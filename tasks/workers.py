@@ -94,7 +94,10 @@ class Pool:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.work | {"partitions": entries}))
         command = RankCommand(
-            f"tasks.ranks.{self.stage}", path, worker.index, {"OMP_NUM_THREADS": str(self.work["threads"])}
+            f"tasks.ranks.{self.stage}",
+            path,
+            worker.index,
+            {"OMP_NUM_THREADS": str(self.work["threads"]), "LOCAL_RANK": str(worker.index)},
         )
         log = self.session.scratch / "logs" / f"{self.stage}-{worker.index}.log"
         worker.process = RankProcess(command, log, lambda _, message: self._heard(worker, message))

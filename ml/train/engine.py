@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ml.device import traits
 from ml.train.loss import Student
 from schemas.errors import ContractError
 
@@ -41,7 +42,7 @@ class EngineSettings:
 
 def join_ranks(device: torch.device) -> tuple[int, int]:
     """(rank, number of ranks) after joining the group that RANK, WORLD_SIZE and MASTER_* name; alone without them."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = traits(device).backend
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if os.environ.get("MASTER_ADDR") == "127.0.0.1":
             # gloo would otherwise resolve the host's name, which need not lead to an interface that listens.
@@ -54,10 +55,10 @@ def join_ranks(device: torch.device) -> tuple[int, int]:
 
 
 class TrainEngine:
-    """Trains one module. steps_done: optimizer steps of the run so far, for the warm-up."""
+    """Trains one module on one device. steps_done: optimizer steps of the run so far, for the warm-up."""
 
     def __init__(self, module: Student, settings: EngineSettings, *, device: torch.device, steps_done: int = 0) -> None:
-        self._settings, self._device, self._steps_done = settings, device, steps_done
+        self._settings, self.device, self._steps_done = settings, device, steps_done
         self._engine = _initialize(module.to(device), settings, device)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -119,19 +120,23 @@ class TrainEngine:
         flat = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
         for partition in flat:
             state = {moment: torch.zeros_like(partition) for moment in MOMENTS}
-            optimizer.optimizer.state[partition] = {"step": torch.tensor(float(steps)), **state}
+            # Fused AdamW counts its steps on the device.
+            optimizer.optimizer.state[partition] = {
+                "step": torch.tensor(float(steps), device=partition.device),
+                **state,
+            }
         if not stage3:
             optimizer._lazy_init_hp_params_optimizer_state()
         rank = dist.get_rank()
         for name, parameter in self._engine.module.named_parameters():
             for moment in MOMENTS:
-                whole = read(f"{moment}.{name}").to(self._device, torch.float32)
+                whole = read(f"{moment}.{name}").to(self.device, torch.float32)
                 if not stage3:
                     safe_set_full_optimizer_state(parameter, whole, moment)
                     continue
                 # A rank's part of a ZeRO-3 parameter is padded to equal lengths.
                 part = parameter.ds_tensor.ds_numel
-                padded = torch.zeros(part * dist.get_world_size(), device=self._device)
+                padded = torch.zeros(part * dist.get_world_size(), device=self.device)
                 padded[: whole.numel()] = whole.flatten()
                 safe_set_local_optimizer_state(parameter, padded[rank * part : (rank + 1) * part], moment)
 
@@ -146,7 +151,7 @@ def leave_ranks() -> None:
 
 
 def _initialize(module: Student, settings: EngineSettings, device: torch.device) -> Any:
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.type == "cuda" else "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed asks for it even when it sets up no group
     import deepspeed
 
@@ -161,7 +166,7 @@ def _initialize(module: Student, settings: EngineSettings, device: torch.device)
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": device.type == "cuda"}
+    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": traits(device).overlap}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

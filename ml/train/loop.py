@@ -31,26 +31,32 @@ class Report:
 
 @dataclass
 class Tally:
-    """Sums over one mini-batch of this rank. kl_T, tokens_T (sampled ones), loads_T (of heads): by teacher."""
+    """float64 sums over one mini-batch of this rank. kl_T, tokens_T (sampled ones), loads_T (of heads): by teacher.
+
+    They are kept where the losses lie, and read once a step: the device is never waited for in between.
+    """
 
     num_teachers: int
-    loss: float = 0.0
+    device: torch.device
+    loss_1: torch.Tensor = field(init=False)
     kl_T: torch.Tensor = field(init=False)
     tokens_T: torch.Tensor = field(init=False)
     loads_T: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kl_T, self.tokens_T, self.loads_T = torch.zeros(3, self.num_teachers, dtype=torch.float64)
+        self.loss_1 = torch.zeros(1, dtype=torch.float64, device=self.device)
+        self.kl_T, self.tokens_T = torch.zeros(2, self.num_teachers, dtype=torch.float64, device=self.device)
+        self.loads_T = torch.zeros(self.num_teachers, dtype=torch.float64)
 
     def add(self, batch: MicroBatch, loss: torch.Tensor, kls: list[torch.Tensor]) -> None:
-        self.loss += float(loss.detach())
+        self.loss_1 += loss.detach()
         for segment, kl_R in zip(batch.segments, kls, strict=True):
-            self.kl_T[segment.teacher_index] += kl_R.double().sum().item()
-            self.tokens_T[segment.teacher_index] += int((segment.weight_R != 0).sum())
+            self.kl_T[segment.teacher_index] += kl_R.double().sum()
+            self.tokens_T[segment.teacher_index] += (segment.weight_R != 0).sum()
 
     def report(self, metric, step: int, kl_name: str) -> None:
         """Metrics over all ranks, by teacher and over all of them (teacher_index None)."""
-        sums = reduce(torch.cat([self.kl_T, self.tokens_T, torch.tensor([self.loss], dtype=torch.float64)]), "sum")
+        sums = reduce(torch.cat([self.kl_T, self.tokens_T, self.loss_1]).cpu(), "sum")
         kl_T, tokens_T, loss = sums[: self.num_teachers], sums[self.num_teachers : -1], float(sums[-1])
         loads_T = reduce(self.loads_T, "max")
         metric(step, kl_name, None, float(kl_T.sum() / tokens_T.sum()))
@@ -70,7 +76,7 @@ def train(
     if first_step == 0:
         evaluate(engine, batches, heads, report, num_teachers, "before", 0)
     for step in range(first_step, num_steps):
-        tally = Tally(num_teachers)
+        tally = Tally(num_teachers, engine.device)
         for number, batch in enumerate(batches.mini_batch("train", step)):
             measured = step == 0 and number == 0  # nothing was updated yet: the weights are the sampler's
             sampled = sampler_logprobs(engine, batch, sampler_compute) if measured else []
@@ -96,7 +102,7 @@ def evaluate(
     num_teachers: int, phase: Phase, step: int,
 ) -> None:  # fmt: skip
     """KL on the held-out packs; `step` is the number of updates that the measured student has seen."""
-    tally = Tally(num_teachers)
+    tally = Tally(num_teachers, engine.device)
     seen = False
     for batch in batches.mini_batch(phase, 0):
         loss, kls, _ = engine(batch, heads)
@@ -130,8 +136,6 @@ def report_mismatch(batch: MicroBatch, logprobs: list[torch.Tensor], name: str, 
 
 
 def reduce(values: torch.Tensor, how: str) -> torch.Tensor:
-    """Sum or maximum over ranks of a float64 vector."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    values = values.to(device)
+    """Sum or maximum over ranks of a float64 vector on the host, in place."""
     dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
-    return values.cpu()
+    return values

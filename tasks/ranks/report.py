@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ml.device import rank_device
 from ml.fidelity import fidelity
 from tasks.ranks.process import run_rank, say
 
@@ -19,9 +20,10 @@ from tasks.ranks.process import run_rank, say
 def run(work: dict[str, Any]) -> None:
     """A row for each model of the work, in order. Raises OpdError."""
     torch.set_num_threads(work["threads"])
+    device = rank_device()
     for entry in work["models"]:
         say("started", model=entry["model"])
-        found = fidelity(Path(entry["folder"]), entry["contexts"], vocab_size=work["vocab_size"])
+        found = fidelity(Path(entry["folder"]), entry["contexts"], vocab_size=work["vocab_size"], device=device)
         row = {"model": entry["model"], "precision": entry["precision"], "prompts": len(entry["contexts"])}
         say("row", row=row | asdict(found))
 

@@ -23,6 +23,7 @@ import torch
 from infra import leases
 from infra.store import ObjectStore, open_store
 from ml.checkpoint import load_model
+from ml.device import rank_device
 from ml.model import Transformer
 from ml.teacher import Reading, hidden_states
 from schemas import keys, shards
@@ -160,7 +161,7 @@ class Worker:
             self._model = None  # two teachers need not fit side by side
             model = load_model(
                 Path(entry["model"]), precision=entry["precision"], compute=entry["compute"],
-                device="cuda" if torch.cuda.is_available() else "cpu",
+                device=rank_device(),
             )  # fmt: skip
             self._model = (wanted, model)
         return self._model[1]

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from infra import leases
 from infra.store import ObjectStore, open_store
 from ml.checkpoint import fp8_exact, load_model, read_head, save_model
+from ml.device import rank_device, traits
 from ml.linear import COMPUTE_DTYPES
 from ml.model_files import model_digest, read_config
 from ml.train.batches import Frame, schedule
@@ -81,8 +82,7 @@ class Notes:
 def run(work: dict[str, Any]) -> None:
     """This rank's part of the work; see tasks.train for the fields. Raises OpdError."""
     torch.set_num_threads(work["threads"])
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = rank_device()
     rank, _ = join_ranks(device)
     store = open_store(work["root"])
     if rank > 0:
@@ -157,11 +157,13 @@ def _engine(work: dict[str, Any], device: torch.device, resumed: State | None) -
     """The engine, and the optimizer steps that its moments have seen."""
     settings = work["train"]
     transformer = load_model(
-        Path(work["student_folder"]), precision=work["precision"], compute=work["compute"], trainable=True
-    )
+        Path(work["student_folder"]), precision=work["precision"], compute=work["compute"], trainable=True,
+        device=device,
+    )  # fmt: skip
     transformer.checkpoint_layers = settings["recompute_layers"]
     loss = LossSettings(
-        work["vocab_size"], settings["divergence"], settings["temperature"], settings["chunk_bytes"]
+        work["vocab_size"], settings["divergence"], settings["temperature"],
+        settings["chunk_bytes"] or traits(device).chunk_bytes, work["page_tokens"],
     )  # fmt: skip
     student = Student(transformer, loss)
     names = EngineSettings.__dataclass_fields__
