@@ -3,8 +3,9 @@
     append_*() -> buffer -> commit(): one write + fdatasync in a thread of its own -> `acknowledged`
     segment full or old -> seal, in the same thread -> upload, in a second thread -> `store_durable`
 
-A commit takes everything appended since the one before; the next is written only after it is durable. The first
-segment is the base: all that the heir of an older epoch recovered, sealed and uploaded before the log opens.
+A group is what one write makes durable: everything committed while the group before it was written. Who waits for a
+group that nobody has begun writes it himself, which saves two changes of threads. The first segment is the base: all
+that the heir of an older epoch recovered, sealed and uploaded before the log opens.
 Invariant: after the first failed write, sync or upload nothing more is acknowledged and every call raises it; a
 failed sync is never repeated, because the kernel may have dropped the pages that it could not write.
 """
@@ -16,6 +17,7 @@ import os
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from ml.rollout.wal_recovery import Recovered, base_segment
 from schemas.errors import ContractError, OpdError, StoreError
 
 Upload = Callable[[int, bytes], object]
+_ROOM_BYTES = 1 << 20
+_Record = tuple[int, int, bytes]  # type, sequence number, payload
 
 
 class Disk:
@@ -35,8 +39,11 @@ class Disk:
     def create(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
-    def write(self, fd: int, data: bytes | memoryview) -> int:
-        return os.write(fd, data)
+    def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -55,50 +62,62 @@ class Disk:
             os.close(fd)
 
 
-def _write_durably(disk: Disk, fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        written = disk.write(fd, rest)
-        if written <= 0:
-            raise OSError(f"write returned {written}")
-        rest = rest[written:]
+def _write_durably(disk: Disk, fd: int, data: bytes, offset: int = 0) -> None:
+    written = 0
+    while written < len(data):
+        count = disk.write(fd, memoryview(data)[written:] if written else data, offset + written)
+        if count <= 0:
+            raise OSError(f"write returned {count}")
+        written += count
     disk.sync(fd)
 
 
 class _SegmentFile:
-    """One segment being written; `size` and the running digest cover what was handed to the file."""
+    """One segment being written; `size` and the running digest cover its content.
+
+    The file is longer than its content: a write that reaches its end carries zeros up to the next multiple of
+    _ROOM_BYTES, and the writes after it fill them. A sync then finds the file's length unchanged, and need not wait
+    for the file system's journal as well.
+    """
 
     def __init__(self, disk: Disk, path: Path, header: fmt.SegmentHeader) -> None:
         self.path, self.header = path, header
         self.size, self.num_records, self.last_sequence = 0, 0, header.first_sequence - 1
-        self._disk, self._digest = disk, hashlib.sha256()
+        self._disk, self._digest, self._salt_crc = disk, hashlib.sha256(), zlib.crc32(header.salt)
         self._fd = disk.create(path)
         try:
-            self.write(fmt.encode_header(header))
+            self._write(fmt.encode_header(header))
             disk.sync_folder(path.parent)
         except BaseException:
             self.abandon()
             raise
+        self._file_bytes = self.size
         self.born = time.monotonic()
 
-    def write(self, data: bytes) -> None:
-        _write_durably(self._disk, self._fd, data)
+    def _write(self, data: bytes, room: int = 0) -> None:
+        _write_durably(self._disk, self._fd, data + bytes(room) if room else data, self.size)
         self._digest.update(data)
         self.size += len(data)
 
-    def write_group(self, group: list[tuple[int, int, bytes]]) -> None:
-        frames = [
-            fmt.encode_frame(self.header.salt, kind, sequence, payload, place)
-            for place, (kind, sequence, payload) in enumerate(group)
-        ]
-        self.write(b"".join(frames))
+    def write_group(self, group: list[_Record]) -> None:
+        data = b"".join(
+            [
+                fmt.encode_frame(self._salt_crc, kind, sequence, payload, place)
+                for place, (kind, sequence, payload) in enumerate(group)
+            ]
+        )
+        end = self.size + len(data)
+        room = -end % _ROOM_BYTES if end > self._file_bytes else 0
+        self._write(data, room)
+        self._file_bytes = max(self._file_bytes, end + room)
         self.num_records += len(group)
         self.last_sequence = group[-1][1]
 
     def seal(self) -> bytes:
-        """Writes the footer, closes the file and returns the digest of all of its bytes."""
+        """Cuts the zeros off, writes the footer, closes the file and returns the digest of all of its bytes."""
+        self._disk.truncate(self._fd, self.size)
         payload = fmt.encode_seal(self.num_records, self._digest.digest())
-        self.write(fmt.encode_frame(self.header.salt, fmt.SEAL, self.last_sequence, payload))
+        self._write(fmt.encode_frame(self._salt_crc, fmt.SEAL, self.last_sequence, payload))
         self._disk.close(self._fd)
         return self._digest.digest()
 
@@ -136,11 +155,14 @@ class TokenLog:
         self._segment_bytes, self._seal_seconds, self._upload = segment_bytes, seal_seconds, upload
         self._disk = disk or Disk()
         self._numbers = {t.trajectory_id: i for i, t in enumerate(base.trajectories)} if base else {}
-        self._changed = threading.Condition()
-        self._pending: list[tuple[int, int, bytes]] = []
-        self._flush_to = self._seal_to = 0
+        self._admission, lock = threading.Lock(), threading.Lock()
+        self._work, self._progress = threading.Condition(lock), threading.Condition(lock)
+        self._appended: list[_Record] = []
+        self._committed: list[_Record] = []
+        self._seal_to = 0
         self._failure: OpdError | None = None
         self._closing = False
+        self._file_lock = threading.Lock()  # held to write or seal; taken before the other lock, never after it
         self._file: _SegmentFile | None = None
         self._uploads: queue.SimpleQueue[tuple[int, Path, int] | None] = queue.SimpleQueue()
         self._sequence = self._acknowledged = self._sealed = self._stored = self._write_base(base)
@@ -155,7 +177,7 @@ class TokenLog:
 
     def admit(self, trajectory_id: str, *, prompt_digest: bytes, prompt_tokens: int) -> int:
         """Trajectory number for the other calls; one that the base brought is known and not logged again."""
-        with self._changed:
+        with self._admission:
             if trajectory_id not in self._numbers:
                 number = len(self._numbers)
                 self._append(
@@ -197,12 +219,12 @@ class TokenLog:
         if len(payload) > fmt.MAX_PAYLOAD_BYTES:
             limit = f"a record of at most {fmt.MAX_PAYLOAD_BYTES} bytes"
             raise ContractError(f"token log {self.folder}", expected=limit, found=f"{len(payload)} bytes")
-        with self._changed:
+        with self._progress:
             self._raise_failure()
             if self._closing:
                 raise ValueError(f"{self.folder}: appended to a closed log")
             self._sequence += 1
-            self._pending.append((record_type, self._sequence, payload))
+            self._appended.append((record_type, self._sequence, payload))
             return self._sequence
 
     # --- durability
@@ -219,22 +241,35 @@ class TokenLog:
 
     def commit(self) -> None:
         """Starts to make everything appended so far locally durable; returns at once."""
-        with self._changed:
-            self._raise_failure()
-            self._flush_to = self._sequence
-            self._changed.notify_all()
+        with self._work:
+            self._collect()
+            self._work.notify()
 
     def wait_local(self, sequence: int) -> None:
-        """Until `acknowledged` >= sequence, which must have been committed."""
+        """Commits everything appended so far and waits until `acknowledged` >= sequence."""
+        if self._file_lock.acquire(blocking=False):
+            try:
+                with self._work:
+                    self._collect()
+                self._write_committed()
+            finally:
+                self._file_lock.release()
+        else:
+            self.commit()
         self._wait(lambda: self._acknowledged >= sequence)
 
     def seal(self) -> None:
         """Commits, seals and uploads everything appended so far, and waits for it."""
-        with self._changed:
-            self._raise_failure()
-            target = self._flush_to = self._seal_to = self._sequence
-            self._changed.notify_all()
+        with self._work:
+            self._collect()
+            target = self._seal_to = self._sequence
+            self._work.notify()
         self._wait(lambda: self._stored >= target)
+
+    def _collect(self) -> None:
+        self._raise_failure()
+        self._committed += self._appended
+        self._appended = []
 
     def close(self) -> None:
         """Seals and uploads what is left and ends the threads. Raises what stopped the log, if anything did."""
@@ -246,15 +281,16 @@ class TokenLog:
 
     def abandon(self) -> None:
         """Ends the threads and leaves what was not sealed to whoever recovers the folder."""
-        with self._changed:
+        with self._work:
             self._closing = True
-            self._changed.notify_all()
+            self._work.notify()
         self._uploads.put(None)
         for thread in self._threads:
             thread.join()
-        if self._file is not None:
-            self._file.abandon()
-            self._file = None
+        with self._file_lock:
+            if self._file is not None:
+                self._file.abandon()
+                self._file = None
 
     def __enter__(self) -> TokenLog:
         return self
@@ -263,8 +299,8 @@ class TokenLog:
         self.close() if kind is None else self.abandon()
 
     def _wait(self, reached: Callable[[], bool]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: reached() or self._failure is not None)
+        with self._progress:
+            self._progress.wait_for(lambda: reached() or self._failure is not None)
             if not reached():
                 self._raise_failure()
 
@@ -278,12 +314,16 @@ class TokenLog:
         try:
             work()
         except Exception as error:
-            failure = error if isinstance(error, OpdError) else self._store_error(error)
-            with self._changed:
-                self._failure = self._failure or failure
-                self._changed.notify_all()
+            self._fail(error)
 
-    def _store_error(self, error: Exception) -> StoreError:
+    def _fail(self, error: BaseException) -> None:
+        failure = error if isinstance(error, OpdError) else self._store_error(error)
+        with self._work:
+            self._failure = self._failure or failure
+            self._work.notify()
+            self._progress.notify_all()
+
+    def _store_error(self, error: BaseException) -> StoreError:
         name = self._file.path if self._file is not None else self.folder
         return StoreError(
             str(name), expected="a durable write to the token log", found=f"{type(error).__name__}: {error}",
@@ -323,50 +363,63 @@ class TokenLog:
 
     def _commits(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(self._has_work, timeout=self._seconds_to_seal())
+            with self._work:
+                while not self._has_work():
+                    self._work.wait(self._seconds_to_seal())
                 if self._closing or self._failure is not None:
                     return
-                count = sum(sequence <= self._flush_to for _, sequence, _ in self._pending)
-                group, self._pending = self._pending[:count], self._pending[count:]
-            if group:
-                self._write(group)
-            if self._file is not None and self._should_seal(self._file):
-                self._seal_file(self._file)
+            with self._file_lock:
+                self._write_committed()
+                if self._file is not None and self._should_seal(self._file):
+                    self._seal_file(self._file)
 
     def _has_work(self) -> bool:
-        flush = bool(self._pending) and self._pending[0][1] <= self._flush_to
-        return self._closing or flush or (self._file is not None and self._should_seal(self._file))
+        file = self._file
+        stop = self._closing or self._failure is not None
+        return stop or bool(self._committed) or (file is not None and self._should_seal(file))
 
     def _seconds_to_seal(self) -> float | None:
-        if self._file is None:
-            return None
-        return max(0.0, self._file.born + self._seal_seconds - time.monotonic())
+        file = self._file
+        return None if file is None else max(0.0, file.born + self._seal_seconds - time.monotonic())
 
     def _should_seal(self, file: _SegmentFile) -> bool:
         old = time.monotonic() >= file.born + self._seal_seconds
         return old or file.size >= self._segment_bytes or self._sealed < self._seal_to <= self._acknowledged
 
-    def _write(self, group: list[tuple[int, int, bytes]]) -> None:
-        if self._file is None:
-            header = fmt.SegmentHeader(
-                self.header, self._next_segment, group[0][1], os.urandom(8), self._previous_digest
-            )
-            self._file = _SegmentFile(self._disk, self._path(self._next_segment), header)
-        self._file.write_group(group)
-        with self._changed:
+    def _write_committed(self) -> None:
+        """Makes one group of all that is committed durable; the caller holds the file lock. Raises StoreError."""
+        with self._work:
+            self._raise_failure()
+            group, self._committed = self._committed, []
+        if not group:
+            return
+        try:
+            opened = self._file is None
+            if self._file is None:
+                number, previous = self._next_segment, self._previous_digest
+                header = fmt.SegmentHeader(self.header, number, group[0][1], os.urandom(8), previous)
+                self._file = _SegmentFile(self._disk, self._path(number), header)
+            self._file.write_group(group)
+        except BaseException as error:  # an interrupted write too: nobody knows how much of it is in the file
+            self._fail(error)
+            if isinstance(error, Exception):
+                self._raise_failure()
+            raise
+        with self._work:
             self._acknowledged = group[-1][1]
-            self._changed.notify_all()
+            self._progress.notify_all()
+            if opened or self._should_seal(self._file):
+                self._work.notify()
 
     def _seal_file(self, file: _SegmentFile) -> None:
         self._previous_digest = file.seal()
         self._file = None
         self._next_segment += 1
-        with self._changed:
+        with self._progress:
             self._sealed = file.last_sequence
             if self._upload is None:
                 self._stored = file.last_sequence
-            self._changed.notify_all()
+            self._progress.notify_all()
         if self._upload is not None:
             self._uploads.put((file.header.segment, file.path, file.last_sequence))
 
@@ -375,6 +428,6 @@ class TokenLog:
             segment, path, last_sequence = item
             if self._upload is not None:
                 self._upload(segment, path.read_bytes())
-            with self._changed:
+            with self._progress:
                 self._stored = last_sequence
-                self._changed.notify_all()
+                self._progress.notify_all()

@@ -1,6 +1,6 @@
 """Bytes of the token log: segment header, frames, record payloads, and the rule that tells torn from damaged.
 
-    segment: 512-byte header | frame | frame | ... | seal frame
+    segment: 512-byte header | frame | frame | ... | seal frame, or zeros while it is being written
     frame:   u32 length | u32 CRC-32 | u8 type | u32 place | u64 sequence | payload
 
 All integers are little-endian. `place` counts a record inside its group, the records of one commit. A group is
@@ -31,6 +31,7 @@ _TYPES = frozenset(range(ADMIT, SEAL + 1))
 
 _HEADER = struct.Struct("<8s6IQ8s32sH126sH126s")
 _FRAME = struct.Struct("<IIBIQ")
+_COVERED = struct.Struct("<IBIQ")  # a frame's head without its CRC
 FRAME_BYTES = _FRAME.size
 _ADMIT = struct.Struct("<II32sIIIH")
 _TWO = struct.Struct("<II")
@@ -109,7 +110,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Segment:
-    """One scanned segment. torn_bytes: length of the dropped tail; a segment of which nothing holds has no header."""
+    """One scanned segment; one of which nothing holds has no header.
+
+    torn_bytes: length of the dropped tail without the zeros at its end, which were room for later records.
+    """
 
     name: str
     header: SegmentHeader | None
@@ -139,15 +143,15 @@ def encode_header(header: SegmentHeader) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def encode_frame(salt: bytes, record_type: int, sequence: int, payload: bytes, place: int = 0) -> bytes:
-    """place: how many records of the same group stand before this one."""
+def encode_frame(salt_crc: int, record_type: int, sequence: int, payload: bytes, place: int = 0) -> bytes:
+    """salt_crc: CRC-32 of the segment's salt. place: how many records of the same group stand before this one."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ContractError(
             f"token log, record {sequence}", expected=f"at most {MAX_PAYLOAD_BYTES} bytes", found=f"{len(payload)}"
         )
-    frame = _FRAME.pack(len(payload), 0, record_type, place, sequence)
-    crc = zlib.crc32(payload, zlib.crc32(frame[8:], zlib.crc32(frame[:4], zlib.crc32(salt))))
-    return frame[:4] + struct.pack("<I", crc) + frame[8:] + payload
+    covered = _COVERED.pack(len(payload), record_type, place, sequence)
+    crc = zlib.crc32(payload, zlib.crc32(covered, salt_crc))
+    return _FRAME.pack(len(payload), crc, record_type, place, sequence) + payload
 
 
 def encode_admit(admit: Admit) -> bytes:
@@ -286,18 +290,19 @@ def scan_segment(data: bytes, name: str, *, is_last: bool) -> Segment:
         frame = _valid_frame(data, offset, salt_crc)
         sealing = frame is not None and frame[1] == SEAL
         if frame is None or frame[3] != last + (not sealing) or (frame[2] and frame[3] - frame[2] != first_of_group):
-            later = _later_group(data, offset, salt_crc, last)
+            torn_bytes = len(data[offset:].rstrip(b"\0"))
+            later = _later_group(data, offset, salt_crc, last) if torn_bytes else None
             if later is not None or not is_last:
                 found = "damage" + ("" if later is None else f", and a valid record at offset {later}")
                 raise _bad(where, f"record {last + 1}", found)
-            return Segment(name, header, records, False, len(data) - offset, b"")
+            return Segment(name, header, records, False, torn_bytes, b"")
         length, record_type, place, sequence = frame
         if record_type not in _TYPES:
             raise _bad(where, f"record types 1..{SEAL}", f"type {record_type}: another version wrote this log")
         payload = memoryview(data)[offset + FRAME_BYTES : offset + FRAME_BYTES + length]
         if sealing:
-            _check_seal(data, offset, payload, len(records), where)
-            return Segment(name, header, records, True, 0, hashlib.sha256(data).digest())
+            end = _check_seal(data, offset, payload, len(records), where, is_last)
+            return Segment(name, header, records, True, 0, hashlib.sha256(memoryview(data)[:end]).digest())
         records.append(Record(record_type, sequence, payload, where))
         offset += FRAME_BYTES + length
         last, first_of_group = sequence, sequence - place
@@ -306,12 +311,15 @@ def scan_segment(data: bytes, name: str, *, is_last: bool) -> Segment:
     return Segment(name, header, records, False, 0, b"")
 
 
-def _check_seal(data: bytes, offset: int, payload: memoryview, num_records: int, where: str) -> None:
-    if len(payload) != _SEAL.size or offset + FRAME_BYTES + _SEAL.size != len(data):
+def _check_seal(data: bytes, offset: int, payload: memoryview, num_records: int, where: str, is_last: bool) -> int:
+    """Offset where the seal ends. Only zeros may follow it, in a last segment: the cut was lost in a power cut."""
+    end = offset + FRAME_BYTES + _SEAL.size
+    if len(payload) != _SEAL.size or (data[end:].strip(b"\0") if is_last else end != len(data)):
         raise _bad(where, "the end of the segment after its seal", f"{len(data)} bytes in all")
     counted, digest = _SEAL.unpack(payload)
     if counted != num_records or digest != hashlib.sha256(memoryview(data)[:offset]).digest():
         raise _bad(where, f"a seal over {num_records} records and these bytes", f"a seal over {counted} records")
+    return end
 
 
 class Reader:

@@ -8,6 +8,7 @@ Invariant: tokens of a trajectory are exactly those appended, in order, without 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,12 +185,12 @@ def base_segment(recovered: Recovered | None, header: fmt.LogHeader, salt: bytes
     """An heir's segment 0, sealed: everything recovered (nothing: an empty log), and its last sequence number."""
     head = fmt.SegmentHeader(header, 0, 1, salt, bytes(32))
     out = bytearray(fmt.encode_header(head))
-    sequence = 0
+    sequence, salt_crc = 0, zlib.crc32(salt)
     for record_type, payload in _base_records(recovered.trajectories if recovered else []):
         sequence += 1
-        out += fmt.encode_frame(salt, record_type, sequence, payload)
+        out += fmt.encode_frame(salt_crc, record_type, sequence, payload)
     seal = fmt.encode_seal(sequence, hashlib.sha256(out).digest())
-    out += fmt.encode_frame(salt, fmt.SEAL, sequence, seal)
+    out += fmt.encode_frame(salt_crc, fmt.SEAL, sequence, seal)
     return bytes(out), sequence
 
 

@@ -40,18 +40,23 @@ class FailingDisk(Disk):
             raise OSError(errno.ENOSPC, "no space left on device")
         return super().create(path)
 
-    def write(self, fd, data):
+    def write(self, fd, data, offset):
         if self._fails("write"):
             if self._how == "short":
-                return super().write(fd, data[: max(1, len(data) // 2)])
+                return super().write(fd, data[: max(1, len(data) // 2)], offset)
             if self._how == "full":
                 # A full disk takes what fits; the call for the rest fails.
                 self._k, self._how = self._k + 1, "eio"
-                return super().write(fd, data[: max(1, len(data) // 2)])
+                return super().write(fd, data[: max(1, len(data) // 2)], offset)
             if self._how == "nothing":
                 return 0
             raise OSError(errno.EIO, "input/output error")
-        return super().write(fd, data)
+        return super().write(fd, data, offset)
+
+    def truncate(self, fd, size):
+        if self._fails("truncate"):
+            raise OSError(errno.EIO, "input/output error")
+        super().truncate(fd, size)
 
     def sync(self, fd):
         if self._fails("sync"):
@@ -96,8 +101,8 @@ def clean_history(tmp_path_factory) -> dict[int, State]:
 
 @pytest.mark.parametrize(
     ("operation", "how"),
-    [("create", ""), ("write", "eio"), ("write", "full"), ("write", "nothing"), ("write", "short"), ("sync", ""),
-     ("rename", ""), ("sync_folder", "")],
+    [("create", ""), ("truncate", ""), ("write", "eio"), ("write", "full"), ("write", "nothing"), ("write", "short"),
+     ("sync", ""), ("rename", ""), ("sync_folder", "")],
 )  # fmt: skip
 def test_kth_call_fails(tmp_path, clean_history, operation, how):
     for k in range(1000):
@@ -119,7 +124,7 @@ def test_kth_call_fails(tmp_path, clean_history, operation, how):
                 assert outcome(segments, clean_history, at_least) != "refused"
             else:
                 assert acknowledged == [0]
-    assert k > {"rename": 0, "create": 3, "write": 9, "sync": 9, "sync_folder": 4}[operation]
+    assert k > {"rename": 0, "truncate": 1, "create": 3, "write": 9, "sync": 9, "sync_folder": 4}[operation]
 
 
 def test_nothing_is_acknowledged_or_written_after_a_failure(tmp_path):
@@ -153,10 +158,14 @@ class ForgetfulDisk(Disk):
         self.operations.append(("create", path))
         return fd
 
-    def write(self, fd, data):
-        written = super().write(fd, data)
-        self.operations.append(("write", self._paths[fd], bytes(data[:written])))
+    def write(self, fd, data, offset):
+        written = super().write(fd, data, offset)
+        self.operations.append(("write", self._paths[fd], offset, bytes(data[:written])))
         return written
+
+    def truncate(self, fd, size):
+        super().truncate(fd, size)
+        self.operations.append(("truncate", self._paths[fd], size))
 
     def sync(self, fd):
         super().sync(fd)
@@ -171,13 +180,13 @@ class ForgetfulDisk(Disk):
         self.operations.append(("sync_folder", path))
 
 
-def after_power_cut(operations: list[tuple], kept: float, names_kept: bool) -> dict[str, bytes]:
-    """Files as a disk may hold them after these operations: of what was not synced, the share `kept` of each file.
+def after_power_cut(operations: list[tuple], kept: float, metadata_kept: bool) -> dict[str, bytes]:
+    """Files as a disk may hold them after these operations: of the bytes that were not synced, the share `kept`.
 
-    names_kept: creations and renames that the folder was not synced after took effect nevertheless.
+    metadata_kept: creations, renames and cuts that were not synced took effect nevertheless.
     """
-    synced: dict[Path, bytes] = {}
-    written: dict[Path, bytes] = {}
+    synced: dict[Path, bytearray] = {}
+    unsynced: dict[Path, list[tuple]] = {}
     pending: list[tuple[Path, Path | None]] = []
     names: dict[Path, Path] = {}  # name in the folder -> file, files being called by the name they were created under
 
@@ -189,30 +198,40 @@ def after_power_cut(operations: list[tuple], kept: float, names_kept: bool) -> d
                 names[target] = names.pop(source)
         pending.clear()
 
+    def applied(path: Path, share: float, cuts: bool) -> bytearray:
+        data = synced[path].copy()
+        budget = int(share * sum(len(o[2]) for o in unsynced[path] if o[0] == "write"))
+        for kind, *rest in unsynced[path]:
+            if kind == "write":
+                offset, new = rest[0], rest[1][:budget]
+                budget -= len(new)
+                data[len(data) :] = bytes(max(0, offset - len(data))) if new else b""
+                data[offset : offset + len(new)] = new
+            elif cuts:
+                del data[rest[0] :]
+        return data
+
     for operation, path, *rest in operations:
         if operation == "create":
             pending.append((path, None))
-            synced[path] = written[path] = b""
-        elif operation == "write":
-            written[path] += rest[0]
+            synced[path], unsynced[path] = bytearray(), []
+        elif operation in ("write", "truncate"):
+            unsynced[path].append((operation, *rest))
         elif operation == "sync":
-            synced[path] = written[path]
+            synced[path] = applied(path, 1.0, True)
+            unsynced[path] = []
         elif operation == "rename":
             pending.append((rest[0], path))
         elif operation == "sync_folder":
             settle()
-    if names_kept:
+    if metadata_kept:
         settle()
-    out = {}
-    for name, file in names.items():
-        tail = written[file][len(synced[file]) :]
-        out[name.name] = synced[file] + tail[: int(len(tail) * kept)]
-    return out
+    return {name.name: bytes(applied(file, kept, metadata_kept)) for name, file in names.items()}
 
 
-@pytest.mark.parametrize("names_kept", [False, True])
-@pytest.mark.parametrize("kept", [0.0, 0.4, 1.0])
-def test_power_cut_after_every_operation(tmp_path, clean_history, kept, names_kept):
+@pytest.mark.parametrize("metadata_kept", [False, True])
+@pytest.mark.parametrize("kept", [0.0, 0.0002, 0.4, 1.0])
+def test_power_cut_after_every_operation(tmp_path, clean_history, kept, metadata_kept):
     disk, told = ForgetfulDisk(), []
     told_at: list[tuple[int, int]] = []
 
@@ -222,7 +241,7 @@ def test_power_cut_after_every_operation(tmp_path, clean_history, kept, names_ke
 
     workload(tmp_path / "log", disk, Telling(), {})
     for cut in range(len(disk.operations) + 1):
-        files = after_power_cut(disk.operations[:cut], kept, names_kept)
+        files = after_power_cut(disk.operations[:cut], kept, metadata_kept)
         segments = sorted((n, d) for n, d in files.items() if n.endswith(".seg"))
         at_least = max((sequence for at, sequence in told_at if at <= cut), default=0)
         if segments:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
+
 from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_recovery import Recovered, recover
 from schemas.errors import FormatError
@@ -84,3 +88,42 @@ def outcome(segments: Segments, history: dict[int, State], at_least: int = 0) ->
     assert recovered.last_sequence >= at_least
     assert state_of(recovered) == history[recovered.last_sequence]
     return "whole" if recovered.last_sequence == max(history) else "prefix"
+
+
+class DamageTable:
+    """Counts what became of each damaged log, by kind of damage; printed where pytest runs with -s."""
+
+    COLUMNS = ("whole", "tail dropped", "refused", "told by acknowledgement")
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Counter[str]] = {}
+
+    def judge(self, damage: str, segments: Segments, history: dict[int, State], acknowledged: int) -> str:
+        """Recovers a damaged log of which `acknowledged` is the last acknowledged record; counts and returns a column.
+
+        Whatever comes back is a state that the log once had, and a caller who knows what was acknowledged is told of
+        a loss that the bytes do not show.
+        """
+        try:
+            recovered = recover(segments, "log")
+        except FormatError:
+            column = "refused"
+        else:
+            assert state_of(recovered) == history[recovered.last_sequence]
+            if recovered.last_sequence >= acknowledged:
+                column = "whole" if recovered.last_sequence == max(history) else "tail dropped"
+            else:
+                column = "told by acknowledgement"
+                told = {name: len(ids) for name, (ids, _, _) in history[acknowledged].items()}
+                if told != {t.trajectory_id: len(t.ids) for t in recovered.trajectories}:
+                    with pytest.raises(FormatError, match="acknowledged tokens"):
+                        recovered.require(told)
+        self.rows.setdefault(damage, Counter())[column] += 1
+        return column
+
+    def print(self) -> None:
+        print(f"\n\n{'damage':66}{'cases':>8}" + "".join(f"{c:>{max(9, len(c) + 2)}}" for c in self.COLUMNS))
+        for damage, counts in self.rows.items():
+            cells = "".join(f"{counts[c]:>{max(9, len(c) + 2)}}" for c in self.COLUMNS)
+            print(f"{damage:66}{sum(counts.values()):>8}{cells}")
+        print("a token changed, or an acknowledged one lost in silence: 0 (each case is checked)")

@@ -401,9 +401,9 @@ SALT = b"12345678"
 def segment_of(*records: tuple[int, bytes], log=HEADER, segment=0, previous_digest=bytes(32)) -> bytes:
     out = bytearray(fmt.encode_header(fmt.SegmentHeader(log, segment, 1, SALT, previous_digest)))
     for sequence, (kind, payload) in enumerate(records, 1):
-        out += fmt.encode_frame(SALT, kind, sequence, payload)
+        out += fmt.encode_frame(zlib.crc32(SALT), kind, sequence, payload)
     seal = fmt.encode_seal(len(records), hashlib.sha256(out).digest())
-    return bytes(out + fmt.encode_frame(SALT, fmt.SEAL, len(records), seal))
+    return bytes(out + fmt.encode_frame(zlib.crc32(SALT), fmt.SEAL, len(records), seal))
 
 
 ADMIT = (fmt.ADMIT, fmt.encode_admit(fmt.Admit(0, "t", bytes(32), 1)))
