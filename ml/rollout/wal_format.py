@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -301,8 +302,7 @@ def scan_segment(data: bytes, name: str, *, is_last: bool) -> Segment:
             raise _bad(where, f"record types 1..{SEAL}", f"type {record_type}: another version wrote this log")
         payload = memoryview(data)[offset + FRAME_BYTES : offset + FRAME_BYTES + length]
         if sealing:
-            end = _check_seal(data, offset, payload, len(records), where, is_last)
-            return Segment(name, header, records, True, 0, hashlib.sha256(memoryview(data)[:end]).digest())
+            return Segment(name, header, records, True, 0, _check_seal(data, offset, len(records), where, is_last))
         records.append(Record(record_type, sequence, payload, where))
         offset += FRAME_BYTES + length
         last, first_of_group = sequence, sequence - place
@@ -311,15 +311,20 @@ def scan_segment(data: bytes, name: str, *, is_last: bool) -> Segment:
     return Segment(name, header, records, False, 0, b"")
 
 
-def _check_seal(data: bytes, offset: int, payload: memoryview, num_records: int, where: str, is_last: bool) -> int:
-    """Offset where the seal ends. Only zeros may follow it, in a last segment: the cut was lost in a power cut."""
-    end = offset + FRAME_BYTES + _SEAL.size
-    if len(payload) != _SEAL.size or (data[end:].strip(b"\0") if is_last else end != len(data)):
+def _check_seal(data: bytes, offset: int, num_records: int, where: str, is_last: bool) -> bytes:
+    """SHA-256 of the segment, whose last frame is the seal at `offset`.
+
+    Zeros may follow it in a last segment: room for records that a power cut has brought back.
+    """
+    payload_at, end = offset + FRAME_BYTES, offset + FRAME_BYTES + _SEAL.size
+    if len(data) < end or (data[end:].strip(b"\0") if is_last else end != len(data)):
         raise _bad(where, "the end of the segment after its seal", f"{len(data)} bytes in all")
-    counted, digest = _SEAL.unpack(payload)
-    if counted != num_records or digest != hashlib.sha256(memoryview(data)[:offset]).digest():
+    digest = hashlib.sha256(memoryview(data)[:offset])
+    counted, found = _SEAL.unpack_from(data, payload_at)
+    if counted != num_records or found != digest.digest():
         raise _bad(where, f"a seal over {num_records} records and these bytes", f"a seal over {counted} records")
-    return end
+    digest.update(memoryview(data)[offset:end])
+    return digest.digest()
 
 
 class Reader:
@@ -357,16 +362,34 @@ def decode_admit(record: Record) -> Admit:
     return admit
 
 
-def decode_step(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+StepColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def decode_step(record: Record) -> StepColumns:
     """(numbers, first token indices, counts) u4 [entries], (ids i4, raw f4, sampled f4) [tokens]."""
-    reader = Reader(record)
+    numbers, firsts, counts, ids, raw, sampled = decode_steps([record])
+    return numbers[0], firsts[0], counts[0], ids[0], raw[0], sampled[0]
+
+
+def shape(record: Record) -> tuple[int, int, bytes]:
+    """Equal for step records of as many entries and tokens, which `decode_steps` takes at once."""
+    return record.type, len(record.payload), bytes(record.payload[: _TWO.size]) if record.type == STEP else b""
+
+
+def decode_steps(records: Sequence[Record]) -> StepColumns:
+    """The columns of step records of one shape, as views [records, entries] and [records, tokens]."""
+    reader = Reader(records[0])
     num_entries, num_tokens = reader.fields(_TWO)
-    numbers, firsts, counts = (reader.array("<u4", num_entries) for _ in range(3))
-    if int(counts.sum()) != num_tokens:
-        raise _bad(record.where, f"entries of {num_tokens} tokens in all", f"{int(counts.sum())}")
-    ids, raw, sampled = (reader.array(dtype, num_tokens) for dtype in ("<i4", "<f4", "<f4"))
+    reader.take(12 * (num_entries + num_tokens))
     reader.end()
-    return numbers, firsts, counts, ids, raw, sampled
+    words = np.frombuffer(b"".join([r.payload for r in records]), "<u4").reshape(len(records), -1)
+    ends = np.cumsum([2, *[num_entries] * 3, *[num_tokens] * 3]).tolist()
+    numbers, firsts, counts, ids, raw, sampled = (words[:, a:b] for a, b in pairwise(ends))
+    wrong = np.flatnonzero(counts.sum(1, dtype=np.int64) != num_tokens)
+    if len(wrong):
+        where, found = records[wrong[0]].where, str(int(counts[wrong[0]].sum(dtype=np.int64)))
+        raise _bad(where, f"entries of {num_tokens} tokens in all", found)
+    return numbers, firsts, counts, ids.view("<i4"), raw.view("<f4"), sampled.view("<f4")
 
 
 def decode_observation(record: Record) -> tuple[int, int, np.ndarray]:

@@ -11,6 +11,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -84,17 +85,28 @@ class _Replay:
         self._ids: set[str] = set()
         self._columns: list[tuple[np.ndarray, ...]] = []
 
-    def add(self, record: fmt.Record) -> None:
-        if record.type == fmt.STEP:
-            numbers, firsts, counts, ids, raw, sampled = fmt.decode_step(record)
-            if len(numbers) != len(ids) or (counts != 1).any():
-                starts = np.repeat(np.cumsum(counts) - counts, counts)
-                indices = np.arange(len(ids)) - starts + np.repeat(firsts, counts)
-                numbers = np.repeat(numbers, counts)
-            else:
-                indices = firsts
-            self._tokens(record, numbers, indices, ids, raw, sampled, np.ones(len(ids), np.uint8))
-        elif record.type == fmt.ADMIT:
+    def add(self, records: Sequence[fmt.Record]) -> None:
+        """Consecutive records of one shape."""
+        if records[0].type == fmt.STEP:
+            self._steps(records)
+        else:
+            for record in records:
+                self._add(record)
+
+    def _steps(self, records: Sequence[fmt.Record]) -> None:
+        numbers, firsts, counts, *columns = fmt.decode_steps(records)
+        self._known(records, numbers)
+        ids, raw, sampled = (column.ravel() for column in columns)
+        counts, indices = counts.ravel(), firsts.ravel()
+        numbers = numbers.ravel()
+        if len(numbers) != len(ids) or (counts != 1).any():
+            starts = np.repeat(np.cumsum(counts) - counts, counts)
+            indices = np.arange(len(ids)) - starts + np.repeat(indices, counts)
+            numbers = np.repeat(numbers, counts)
+        self._columns.append((numbers, indices, ids, raw, sampled, np.ones(len(ids), np.uint8)))
+
+    def _add(self, record: fmt.Record) -> None:
+        if record.type == fmt.ADMIT:
             admit = fmt.decode_admit(record)
             if admit.number != len(self.admits) or admit.trajectory_id in self._ids:
                 raise FormatError(record.where, expected=f"trajectory number {len(self.admits)}, a new id",
@@ -104,29 +116,32 @@ class _Replay:
         elif record.type == fmt.OBSERVATION:
             number, first, ids = fmt.decode_observation(record)
             zeros = np.zeros(len(ids), np.float32)
-            numbers = np.full(len(ids), number, np.uint32)
-            self._tokens(record, numbers, first + np.arange(len(ids)), ids, zeros, zeros, np.zeros(len(ids), np.uint8))
+            numbers = np.full(len(ids), self._known_number(record, number), np.uint32)
+            indices, mask = first + np.arange(len(ids)), np.zeros(len(ids), np.uint8)
+            self._columns.append((numbers, indices, ids, zeros, zeros, mask))
         elif record.type == fmt.INTENT:
             number, intent = fmt.decode_intent(record)
-            self.intents.setdefault(self._known(record, number), []).append(intent)
+            self.intents.setdefault(self._known_number(record, number), []).append(intent)
         elif record.type == fmt.SPILL:
             number, spill = fmt.decode_spill(record)
-            self.spills[self._known(record, number)] = spill
+            self.spills[self._known_number(record, number)] = spill
         else:
             number, response_tokens, reason = fmt.decode_finish(record)
-            if self._known(record, number) in self.finishes:
+            if self._known_number(record, number) in self.finishes:
                 raise FormatError(record.where, expected="one finish a trajectory", found=f"another of number {number}")
             self.finishes[number] = (response_tokens, reason, record.where)
 
-    def _known(self, record: fmt.Record, number: int) -> int:
-        if number >= len(self.admits):
-            raise FormatError(record.where, expected=f"a number below {len(self.admits)}", found=str(number))
-        return number
+    def _known(self, records: Sequence[fmt.Record], numbers: np.ndarray) -> None:
+        """numbers [records, entries]"""
+        strange = np.argwhere(numbers >= len(self.admits))
+        if len(strange):
+            record, entry = strange[0]
+            expected = f"a number below {len(self.admits)}"
+            raise FormatError(records[record].where, expected=expected, found=str(numbers[record, entry]))
 
-    def _tokens(self, record: fmt.Record, numbers: np.ndarray, *columns: np.ndarray) -> None:
-        if len(numbers):
-            self._known(record, int(numbers.max()))
-            self._columns.append((numbers, *columns))
+    def _known_number(self, record: fmt.Record, number: int) -> int:
+        self._known([record], np.array([[number]]))
+        return number
 
     def trajectories(self, name: str) -> list[LoggedTrajectory]:
         empty = tuple(np.empty(0, d) for d in ("u4", "i8", "i4", "f4", "f4", "u1"))
@@ -163,9 +178,10 @@ def recover(segments: Sequence[tuple[str, bytes]], name: str) -> Recovered:
     last = len(segments) - 1
     scanned = [fmt.scan_segment(data, n, is_last=i == last and i > 0) for i, (n, data) in enumerate(segments)]
     replay, last_sequence = _Replay(), 0
-    for record in fmt.replay_order(scanned, name):
-        replay.add(record)
-        last_sequence = record.sequence
+    for _, run in groupby(fmt.replay_order(scanned, name), fmt.shape):
+        records = list(run)
+        replay.add(records)
+        last_sequence = records[-1].sequence
     trajectories = replay.trajectories(name)
     header = scanned[0].header
     assert header is not None  # segment 0 was scanned as one that must be whole
