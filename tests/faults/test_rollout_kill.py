@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -27,22 +26,18 @@ from infra.store import LocalStore
 from schemas import keys, shards
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError
 from schemas.rows import TRAJECTORIES, content_digest
+from tests.forked import FORKS, leave, redirect
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 DEAD_AFTER_SECONDS = 1.5
 PREFIX = keys.stage_prefix("kills", 0, "rollout", "f" * 64)
 OWNED = keys.partition_prefix(PREFIX, 3)
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tasks.ranks.rollout"])
 
 
 def run_worker(work: str, said: str, errors: str, pause: str) -> None:
     """In the worker: its output into files; `pause` names a signal that it sends itself before it would finish."""
-    for path, fd in ((said, 1), (errors, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
-    sys.stdout = os.fdopen(1, "w")
-    sys.stderr = os.fdopen(2, "w")
+    redirect(said, errors)
     from tasks.ranks import rollout
 
     if pause:
@@ -53,10 +48,7 @@ def run_worker(work: str, said: str, errors: str, pause: str) -> None:
             finish(self, manifest)
 
         leases.Lease.finish = pausing
-    status = rollout.main([work])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(rollout.main([work]))
 
 
 class Site:
@@ -124,7 +116,7 @@ class Run:
     def __init__(self, work: Path, pause: str) -> None:
         self._said, self._errors = work.with_suffix(".out"), work.with_suffix(".err")
         arguments = (str(work), str(self._said), str(self._errors), pause)
-        self._process = _forks.Process(target=run_worker, args=arguments)
+        self._process = FORKS.Process(target=run_worker, args=arguments)
         self._process.start()
 
     def said(self, event: str) -> list[dict]:

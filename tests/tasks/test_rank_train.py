@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,109 +11,30 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.leases import Finished, finished
+from infra.leases import finished
 from infra.store import open_store
 from ml.model_files import model_digest
 from ml.train.state import load_state
-from schemas import keys
-from schemas.config import Train
 from schemas.rows import CHECKPOINTS, METRICS
 from tests.tiny import tiny_model
-from tests.training_world import make_world, plan_rows, write_store
-
-ROOT = Path(__file__).parents[2]
-STEPS = 6
+from tests.train_site import (
+    OWNED,
+    STEPS,
+    Group,
+    content,
+    events,
+    fetch,
+    manifest_of,
+    rows_of,
+    settings,
+    write_base,
+    write_work,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """Models, objects and rows of an iteration of STEPS steps; the slowest part, made once."""
-    base = tmp_path_factory.mktemp("train")
-    tiny_model(base / "student")
-    tiny_model(base / "teacher-0", seed=1, width=32, tied=False)
-    tiny_model(base / "teacher-1", seed=2)
-    world = make_world([(5, 9), (3, 20), (8, 4), (4, 12), (6, 6), (7, 15)], {0: 32, 1: 48}, vocab=259)
-    write_store(world, base / "objects")
-    items = [(f"t{i:03d}", i % 2, 1.0) for i in (0, 2, 4, 1, 3)]
-    steps = [[[items[0], items[1]], [items[2], items[3]], [items[4]]] for _ in range(STEPS)]
-    plan = plan_rows(world, steps, slots=2) + plan_rows(world, [[[("t005", 1, 1.0)]]], slots=2, split="heldout")
-    for name, rows in (("plan", plan), ("trajectories", world.trajectory_rows), ("hidden", world.hidden_rows)):
-        (base / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return base
-
-
-def write_work(base: Path, name: str, **options: Any) -> Path:
-    """A work file with a store and a partition of its own."""
-    root = base / name
-    (root / "store").mkdir(parents=True)
-    for folder in ("rollout", "teach"):
-        (root / "store" / folder).symlink_to(base / "objects" / folder)
-    settings = Train.model_validate({"save_every_steps": 1, "learning_rate": 1e-3})
-    work = {
-        "root": str(root / "store"), "run_id": "tiny", "iteration": 0, "owned": "runs/tiny/00000/train/f/p00000",
-        "seed": 0, "student_folder": str(base / "student"), "student_version": "v0", "precision": "bf16",
-        "compute": "bf16", "optimizer_from": None, "plan_rows_path": str(base / "plan.jsonl"),
-        "trajectory_rows_path": str(base / "trajectories.jsonl"), "hidden_rows_path": str(base / "hidden.jsonl"),
-        "teachers": [{"teacher_index": i, "folder": str(base / f"teacher-{i}")} for i in (0, 1)],
-        "vocab_size": 259, "slots": 2, "train": settings.model_dump(),
-        "threads": 1, "scratch": str(root / "scratch"), "out_folder": str(root / "out"), "dead_after_seconds": 5.0,
-    }  # fmt: skip
-    path = root / "work.json"
-    path.write_text(json.dumps(work | options))
-    return path
-
-
-def start(work: Path, ranks: int = 1) -> list[subprocess.Popen]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tasks.ranks.train", str(work)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env=os.environ | group | {"RANK": str(r), "LOCAL_RANK": str(r)},
-        )
-        for r in range(ranks)
-    ]  # fmt: skip
-
-
-def events(work: Path, ranks: int = 1, status: int = 0) -> list[dict[str, Any]]:
-    """Messages of rank 0 of a whole run; every line on its stdout must be one."""
-    processes = start(work, ranks)
-    outputs = [p.communicate(timeout=240) for p in processes]
-    assert [p.returncode for p in processes] == [status] * ranks, outputs[0][1][-3000:]
-    return [json.loads(line) for line in outputs[0][0].splitlines()]
-
-
-def manifest_of(work: Path) -> dict[str, Any]:
-    found = finished(open_store(json.loads(work.read_text())["root"]), "runs/tiny/00000/train/f/p00000")
-    assert isinstance(found, Finished)
-    return found.manifest
-
-
-def rows_of(work: Path) -> list[dict[str, Any]]:
-    store, manifest = open_store(json.loads(work.read_text())["root"]), manifest_of(work)
-    data = store.get(manifest["rows_key"])
-    assert keys.digest_bytes(data) == manifest["rows_digest"]
-    rows = [json.loads(line) for line in data.splitlines()]
-    assert len(rows) == manifest["num_rows"]
-    return rows
-
-
-def content(manifest: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(o["group"], o["name"], o["digest"]) for o in manifest["objects"]]
-
-
-def fetch(work: Path, group: str, folder: Path) -> Path:
-    """Objects of one group as a folder, as the next iteration copies them."""
-    folder.mkdir(parents=True)
-    store = open_store(json.loads(work.read_text())["root"])
-    for entry in manifest_of(work)["objects"]:
-        if entry["group"] == group:
-            data = store.get(entry["key"])
-            assert (len(data), keys.digest_bytes(data)) == (entry["bytes"], entry["digest"])
-            (folder / entry["name"]).write_bytes(data)
-    return folder
+    return write_base(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +51,8 @@ def test_a_student_in_mxfp4_exports_its_master_and_names_the_linears_that_fp8_wo
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name][:, :32] *= 2.0**-24
     save_file(weights, base / "wide" / "model.safetensors", metadata={"format": "pt"})
-    settings = Train.model_validate({"save_every_steps": 0, "learning_rate": 1e-12}).model_dump()
-    options = {"student_folder": str(base / "wide"), "precision": "mxfp4", "train": settings}
+    slow = settings(save_every_steps=0, learning_rate=1e-12)
+    options = {"student_folder": str(base / "wide"), "precision": "mxfp4", "train": slow}
     work = write_work(base, "mxfp4", **options)
     events(work)
     assert manifest_of(work)["fp8_inexact"] == [name]
@@ -201,23 +117,22 @@ def test_a_finished_partition_is_left_alone(straight):
 
 def test_a_killed_rank_continues_from_its_checkpoint_with_the_same_bytes(base, straight):
     work = write_work(base, "killed")
-    (process,) = start(work)
+    group = Group(work)
     scratch = work.parent / "scratch"
     deadline = time.monotonic() + 120
     while not list(scratch.glob("*/step-*/state.json")):
-        assert process.poll() is None, "it ended before it was killed"
+        assert group.processes[0].is_alive(), "it ended before it was killed"
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    group.kill()
+    assert group.statuses() == [-signal.SIGKILL]
     (torn,) = [p.parent for p in scratch.glob("*/step-*/state.json")]
     (torn.parent / "step-000099").mkdir()  # a checkpoint whose marker was never written
     told = events(work)
     resumed = [e for e in told if e["event"] == "resumed"]
     assert len(resumed) == 1
     assert 1 <= resumed[0]["steps"] < STEPS
-    assert content(manifest_of(work)) == content(manifest_of(straight[0]))
+    assert content(work) == content(straight[0])
     assert rows_of(work) == rows_of(straight[0])
     assert list(scratch.glob("*")) == []
 
@@ -254,4 +169,4 @@ def test_damage_ends_with_its_own_status_and_an_error_event(base):
     assert told[-1]["event"] == "error"
     assert told[-1]["kind"] == "format error"
     assert "block 0" in told[-1]["text"]
-    assert finished(open_store(str(root)), "runs/tiny/00000/train/f/p00000") is None
+    assert finished(open_store(str(root)), OWNED) is None
