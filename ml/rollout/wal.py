@@ -198,7 +198,9 @@ class TokenLog:
         numbers: as `admit` gave them. first_token_indices: response tokens that stand before the token. ids: int32.
         raw, sampled: float32 log-probabilities. Raises ValueError when the columns differ in length.
         """
-        ones = np.ones(len(numbers), "<u4")
+        if len(ids) != len(numbers):
+            raise ValueError(f"{len(numbers)} trajectories, but {len(ids)} tokens")
+        ones = np.ones(len(numbers), np.uint32)
         return self._append(fmt.STEP, fmt.encode_step(numbers, first_token_indices, ones, ids, raw, sampled))
 
     def append_observation(self, number: int, first_token_index: int, ids: fmt.Ints) -> int:

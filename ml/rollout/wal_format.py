@@ -41,6 +41,8 @@ _SPILL = struct.Struct("<IIQ32sH")
 _FINISH = struct.Struct("<IIH")
 _SEAL = struct.Struct("<Q32s")
 
+_U4, _I4, _F4 = np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
+
 SET_ASIDE = (
     "move this segment and the later ones of its epoch away, then start the worker again: what they held is sampled "
     "again and comes out the same"
@@ -167,15 +169,13 @@ def encode_admit(admit: Admit) -> bytes:
 
 
 def encode_step(numbers: Ints, firsts: Ints, counts: Ints, ids: Ints, raw: Floats, sampled: Floats) -> bytes:
-    """Columns as `decode_step` returns them. Raises ValueError when their lengths do not agree."""
-    heads = [np.asarray(column, "<u4") for column in (numbers, firsts, counts)]
-    columns = [np.asarray(ids, "<i4"), np.asarray(raw, "<f4"), np.asarray(sampled, "<f4")]
-    num_entries, num_tokens = len(heads[0]), len(columns[0])
-    if any(c.shape != (num_entries,) for c in heads) or any(c.shape != (num_tokens,) for c in columns):
+    """Columns as `decode_step` returns them; the counts add up to the ids. ValueError when lengths do not agree."""
+    n, first, count = np.asarray(numbers, _U4), np.asarray(firsts, _U4), np.asarray(counts, _U4)
+    i, r, s = np.asarray(ids, _I4), np.asarray(raw, _F4), np.asarray(sampled, _F4)
+    if not (n.ndim == i.ndim == 1 and n.shape == first.shape == count.shape and i.shape == r.shape == s.shape):
         raise ValueError("a step needs as many numbers as first indices and as many log-probabilities as ids")
-    if int(heads[2].sum()) != num_tokens:
-        raise ValueError(f"entries of {int(heads[2].sum())} tokens in all, but {num_tokens} ids")
-    return _TWO.pack(num_entries, num_tokens) + b"".join([column.tobytes() for column in (*heads, *columns)])
+    heads = (_TWO.pack(len(n), len(i)), n.tobytes(), first.tobytes(), count.tobytes())
+    return b"".join((*heads, i.tobytes(), r.tobytes(), s.tobytes()))
 
 
 def encode_observation(number: int, first_token_index: int, ids: Ints) -> bytes:
