@@ -36,6 +36,7 @@ from ml.model_files import (
     read_config,
     tensor_files,
 )
+from ml.tensor_parallel import ALONE, Group
 from schemas.errors import ConfigError, FormatError, StoreError
 
 SHARD_BYTES = 4 << 30
@@ -43,9 +44,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_model(
-    folder: Path, *, precision: Precision, compute: Compute, device: torch.device | str = "cpu", trainable: bool = False
-) -> Transformer:
-    """The model of a folder, its parameters as `Transformer` describes them.
+    folder: Path, *, precision: Precision, compute: Compute, device: torch.device | str = "cpu",
+    trainable: bool = False, group: Group = ALONE,
+) -> Transformer:  # fmt: skip
+    """The model of a folder, its parameters as `Transformer` describes them; of a group, this rank's part.
 
     For inference, products of the model's shapes are proved row-invariant on the device first. Raises ConfigError (no
     such folder, unsupported architecture, a linear that MXFP4 cannot hold, an MXFP4 folder asked for other values, a
@@ -67,8 +69,9 @@ def load_model(
             next_command='precision = "bf16" or "mxfp4", and train.compute = "bf16"',
         )  # fmt: skip
     model = Transformer(
-        config, precision=precision, compute=COMPUTE_DTYPES[compute], trainable=trainable, device=device
-    )
+        config, precision=precision, compute=COMPUTE_DTYPES[compute], trainable=trainable, device=device,
+        group=group,
+    )  # fmt: skip
     if not trainable:
         model.check_row_invariance()
     linears, parameters = _linears(model), dict(model.named_parameters())
@@ -191,8 +194,14 @@ def _linears(model: Transformer) -> dict[str, Linear]:
 
 
 def _model_tensors(folder: Path, model: Transformer) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """(name, tensor, where) of each of the model's parameters, checked; FormatError for one too many or too few."""
+    """(name, tensor, where) of each of the model's parameters, checked, this rank's rows where ranks share them;
+    FormatError for one too many or too few."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    split = {
+        f"{owner}.{name}": module for owner, module in model.named_modules() if isinstance(module, Linear)
+        for name, _ in module.named_parameters()
+    }  # fmt: skip
+    shapes |= {name: (module.num_outputs, *shapes[name][1:]) for name, module in split.items()}
     tensors = _tensors(folder)
     if "quantization_config" in read_config(folder):
         tensors = _unpacked(folder, tensors)
@@ -202,7 +211,7 @@ def _model_tensors(folder: Path, model: Transformer) -> Iterator[tuple[str, torc
             _check_spare_tensor(folder, model.config, name, tensor, where)
             continue
         _check_tensor(tensor, shape, where)
-        yield name, tensor, where
+        yield name, model.group.part(tensor) if name in split else tensor, where
     if shapes:
         name = next(iter(shapes))
         raise FormatError(str(folder), expected=f"tensor {name}", found=f"no such tensor ({len(shapes)} missing)")

@@ -16,6 +16,7 @@ from torch import nn
 
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize
 from kernels.scaled_mm import LARGEST_SCALE, Mxfp4Weight, mxfp4_mm, pack_mxfp4, row_invariant_mm
+from ml.tensor_parallel import ALONE, Group
 
 Precision = Literal["fp32", "bf16", "mxfp4"]
 Compute = Literal["fp32", "bf16"]
@@ -78,21 +79,25 @@ class Linear(nn.Module):
         compute: torch.dtype,
         dtype: torch.dtype,
         packs: bool = False,
+        group: Group = ALONE,
+        gathers: bool = False,
     ) -> None:
         super().__init__()
         self.precision: Precision = precision
         self.compute = compute
         self.packs = packs
+        self.group, self.gathers = group, gathers
+        self.num_inputs, self.num_outputs = num_inputs, num_outputs
         self._packed: Mxfp4Weight | None = None
         self._device = torch.get_default_device()
         self.weight = nn.Parameter(
-            torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta" if packs else self._device)
+            torch.empty(group.share(num_outputs), num_inputs, dtype=dtype, device="meta" if packs else self._device)
         )
-        self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype)) if bias else None
+        self.bias = nn.Parameter(torch.empty(group.share(num_outputs), dtype=dtype)) if bias else None
 
     @torch.no_grad()
     def set_weight(self, w_OI: torch.Tensor) -> None:
-        """Take the weight's values from w_OI, of any float dtype and device. A layer that packs quantises them.
+        """Take the weight's values, a rank's own rows, of any float dtype and device. A packing layer quantises them.
 
         Values beyond 12 do not fit a packed weight (`pack_mxfp4`): such a layer keeps its MXFP4 values in `compute`.
         """
@@ -108,8 +113,13 @@ class Linear(nn.Module):
             self.weight = nn.Parameter(mxfp4_dequantize(blocks, scales, self.compute), requires_grad=False)
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """[N, I] of any float dtype -> [N, O] in `compute`."""
+        """[N, I] of any float dtype -> [N, O] in `compute`; of both, a rank's own columns where the class says so."""
         x_NI = x_NI.to(self.compute)
+        if not self.gathers:
+            return self._product(x_NI)
+        return self.group.gather(self._product(self.group.gather(x_NI, self.num_inputs)), self.num_outputs)
+
+    def _product(self, x_NI: torch.Tensor) -> torch.Tensor:
         bias_O = None
         if self.bias is not None:
             bias_O = weight_values(self.bias, dense_precision(self.precision)).to(self.compute)

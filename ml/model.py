@@ -28,6 +28,7 @@ from kernels.scaled_mm import row_invariant_mm, self_test
 from ml.device import traits
 from ml.linear import Linear, Precision, dense_precision, weight_values
 from ml.model_files import MXFP4_STORED
+from ml.tensor_parallel import ALONE, Group
 from schemas.errors import ConfigError, ContractError
 
 #: attend(layer_index, q_NHC, k_NGC, v_NGC) -> o_NHC; q and k are rotated, all in the model's compute dtype.
@@ -239,7 +240,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(config.width, queries, bias=config.qkv_bias, **linears)
         self.k_proj = Linear(config.width, keys, bias=config.qkv_bias, **linears)
         self.v_proj = Linear(config.width, keys, bias=config.qkv_bias, **linears)
-        self.o_proj = Linear(queries, config.width, bias=config.output_bias, **linears)
+        self.o_proj = Linear(queries, config.width, bias=config.output_bias, gathers=True, **linears)
         if config.qk_norm:
             self.q_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
             self.k_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
@@ -261,7 +262,7 @@ class FeedForward(nn.Module):
         linears = {**linears, "bias": config.feed_forward_bias}
         self.gate_proj = Linear(config.width, config.feed_forward, **linears)
         self.up_proj = Linear(config.width, config.feed_forward, **linears)
-        self.down_proj = Linear(config.feed_forward, config.width, **linears)
+        self.down_proj = Linear(config.feed_forward, config.width, gathers=True, **linears)
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         return self.down_proj(silu_gate(self.gate_proj(x_ND), self.up_proj(x_ND)))
@@ -316,7 +317,9 @@ class Transformer(nn.Module):
     trainable: parameters are an fp32 master, from which each forward takes its values. Otherwise they hold those
     values and need no gradient: linears in `compute` (or as MXFP4 codes, where the device multiplies these), norms
     in fp32, embedding and head in what `logits` reads fastest. Parameters are left uninitialised. checkpoint_layers
-    (attribute): in training, keep only each layer's input and recompute the rest in backward.
+    (attribute): in training, keep only each layer's input and recompute the rest in backward. group: for inference,
+    the ranks that compute together and all get the results; attention then sees a rank's heads. ConfigError where they
+    cannot share the heads, or a layer's width, equally.
     """
 
     cos_MC: torch.Tensor
@@ -330,9 +333,14 @@ class Transformer(nn.Module):
         compute: torch.dtype,
         trainable: bool,
         device: torch.device | str = "cpu",
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
-        self.config, self.compute, self.trainable = config, compute, trainable
+        group.check(
+            f"a {config.architecture} model", KV_heads=config.kv_heads, hidden_channels=config.width,
+            feed_forward_channels=config.feed_forward,
+        )  # fmt: skip
+        self.config, self.compute, self.trainable, self.group = config, compute, trainable, group
         self.precision: Precision = precision
         self.checkpoint_layers = False
         # Parameters that hold values already are taken as they are.
@@ -340,6 +348,7 @@ class Transformer(nn.Module):
         linears = {
             "precision": grid, "compute": compute, "dtype": torch.float32 if trainable else compute,
             "packs": precision == "mxfp4" and not trainable and traits(device).packs_mxfp4,
+            "group": group,
         }  # fmt: skip
         vocab_dtype = torch.float32 if trainable else traits(device).head_dtype or compute
         with torch.device(device):
@@ -373,17 +382,18 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def logits(self, h_ND: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
         """fp32 logits [N, vocab_size] of final states (default: every row of the head), row-invariant, no gradient."""
-        w_VD = self.head_weight[: vocab_size or self.config.vocab_rows]
+        num_ids = vocab_size or self.config.vocab_rows
+        w_VD = self.group.part(self.head_weight[:num_ids])
         if self.trainable:
             w_VD = weight_values(w_VD, dense_precision(self.precision))
-        return row_invariant_mm(h_ND, w_VD, dtype=torch.float32)
+        return self.group.gather(row_invariant_mm(h_ND, w_VD, dtype=torch.float32), num_ids)
 
     def check_row_invariance(self) -> None:
         """Raise ContractError unless products of this model's shapes keep a row's bits in any company on its device."""
         linears = {(m.weight.shape[0], m.weight.shape[1]) for m in self.modules() if isinstance(m, Linear)}
         device = self.head_weight.device
         self_test(sorted(linears), device=device)
-        self_test([(self.config.vocab_rows, self.config.width)], dtype=torch.float32, device=device)
+        self_test([(self.group.share(self.config.vocab_rows), self.config.width)], dtype=torch.float32, device=device)
 
 
 def _rope_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
