@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from schemas.errors import EXIT_PREEMPTED, OpdError, StoreError
+from schemas.errors import EXIT_PREEMPTED, FormatError, OpdError, StoreError
 
 _EPILOG = """\
 examples:
@@ -90,6 +90,24 @@ def _parser() -> argparse.ArgumentParser:
         "--scratch", default="scratch", metavar="FOLDER", help="local folder of runs (default: scratch)"
     )
     doctor.add_argument("--jars", default="jars", metavar="FOLDER", help="folder of the pinned jars (default: jars)")
+    wal = command(
+        "wal", "read token logs: what they say, and whether every byte of them holds",
+        "Every sampled token stands in a log before anyone else sees it; this reads such logs and changes nothing.",
+    )  # fmt: skip
+    actions = wal.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for action, text, detail in (
+        ("show", "header, segments and trajectories of each log", "Tokens, finishes, spilled KV, counts of resumes."),
+        ("check", "every CRC, seal and digest of each log, and its replay",
+         "A torn tail is what a crash may leave: nobody was told of it, and it is dropped. Damage anywhere else is "
+         "said with file and offset, and gives exit status 3."),
+    ):  # fmt: skip
+        sub = actions.add_parser(action, help=text, description=f"{text[0].upper()}{text[1:]}. {detail}")
+        sub.add_argument(
+            "path", metavar="PATH",
+            help="folder or s3:// prefix with logs at any depth, or one segment: SCRATCH/RUN/wal (of this node), "
+            "DATA/runs/RUN/00000/rollout (sealed segments of every node)",
+        )  # fmt: skip
+        sub.add_argument("--json", action="store_true", help="one JSON object a log")
     bench = command("bench", "measure; the last line is one JSON object", "Exit status 1 when a check failed.")
     bench.add_argument(
         "name", choices=("wal", "rollout", "kl", "quant", "gemm", "attention"),
@@ -253,6 +271,26 @@ def _teachers(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _wal(arguments: argparse.Namespace) -> int:
+    from flows import summary
+    from tasks.wal import read_logs
+
+    logs = []
+    for log in read_logs(arguments.path):
+        logs.append(log)
+        if arguments.json:
+            print(json.dumps(log.to_json(), ensure_ascii=False))
+        elif arguments.action == "show":
+            summary.print_log(log)
+        else:
+            summary.print_log_check(log)
+    damaged = sum(bool(log.faults) for log in logs)
+    if not arguments.json:
+        segments, tokens = sum(len(log.segments) for log in logs), sum(log.num_tokens for log in logs)
+        print(f"{len(logs)} logs, {segments} segments, {tokens:,} tokens: {damaged} damaged")
+    return FormatError.exit_status if damaged else 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     import subprocess
 
@@ -265,6 +303,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 _COMMANDS = {
     "run": _run, "rollout": _single, "teach": _single, "dispatch": _single, "train": _single, "show": _show,
     "sql": _sql, "verify": _verify, "doctor": _doctor, "models": _models, "bench": _bench, "teachers": _teachers,
+    "wal": _wal,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from schemas.config import RunConfig
 from tasks.stage import StageResult
+from tasks.wal import LogReport
 
 READY_QUERY = (
     "SELECT domain, count(*), avg(reward) FROM opd.trajectories JOIN opd.prompts USING (prompt_id) GROUP BY domain"
@@ -109,3 +110,45 @@ def print_run(root: str, run_id: str, *, iteration: int | None, num: int, best: 
         print(f"response  {text['response'].strip()}")
         reward = _number(text["reward"], 3)
         print(f"expected  {text['answer']}   reward {reward}, {text['tokens']} tokens, {text['finish_reason']}")
+
+
+def print_log(log: LogReport) -> None:
+    """The answer of `opd wal show` for one log."""
+    header = log.header
+    print(f"\n{log.where}")
+    if header is not None:
+        print(f"run {header.run_id}, iteration {header.iteration}, partition {header.partition}, epoch {header.epoch}, "
+              f"student {header.student_digest[:16]}")  # fmt: skip
+    segments = [
+        [s.name, s.state, s.size_bytes, s.num_records, s.first_sequence, s.last_sequence, s.torn_bytes]
+        for s in log.segments
+    ]
+    columns = ["segment", "state", "bytes", "records", "first", "last", "torn bytes"]
+    print_rows(columns, segments, as_json=False)
+    print("records  " + ", ".join(f"{count} {name}" for name, count in log.records.items()))
+    columns = ["number", "trajectory_id", "prompt", "sampled", "observed", "finish", "spilled", "preempted"]
+    rows = [
+        [
+            t["number"], t["trajectory_id"], t["prompt_tokens"], t["sampled"], t["observed"], t["finish_reason"] or "",
+            t["spilled_positions"] or "", t["num_preemptions"],
+        ]
+        for t in log.trajectories
+    ]  # fmt: skip
+    print_rows(columns, rows, as_json=False)
+    _print_faults(log)
+
+
+def print_log_check(log: LogReport) -> None:
+    """The answer of `opd wal check` for one log."""
+    num_records = sum(log.records.values())
+    facts = f"{len(log.segments)} segments, {num_records} records, {log.num_tokens:,} tokens, {log.num_bytes:,} bytes"
+    print(f"{'DAMAGED' if log.faults else log.state:8}{log.where}: {facts}")
+    for segment in log.segments:
+        if segment.torn_bytes:
+            print(f"          {segment.name}: {segment.torn_bytes} bytes of an unfinished group at its end are dropped")
+    _print_faults(log)
+
+
+def _print_faults(log: LogReport) -> None:
+    for fault in log.faults:
+        print(f"          {fault.where}: expected {fault.expected}, found {fault.found}")
