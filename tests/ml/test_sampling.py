@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml.rollout.sampling import SamplingParams, gumbel_noise, noise_of_words_, philox_words, sample
+from kernels.sampling.reference import gumbel_noise, noise_of_words_, philox_words
+from ml.rollout.sampling import SamplingParams, key_tensor, sample
 
 PLAIN = SamplingParams()
 
@@ -70,7 +71,7 @@ def test_the_oracle_gives_the_published_vectors():
 @pytest.mark.parametrize("position", [0, 1, 4095, 2**31, 2**32 - 1, 2**32, 2**40 + 3])
 def test_words(position):
     keys = [0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1, 0x0123456789ABCDEF, 5, 6, 7]
-    words = philox_words(keys, [position] * len(keys), 17)
+    words = philox_words(key_tensor(keys), torch.full((len(keys),), position), 17)
     assert words.shape == (10, 17, 4)
     for key, row in zip(keys, words.tolist(), strict=True):
         for block, four in enumerate(row):
@@ -79,7 +80,7 @@ def test_words(position):
 
 def test_noise_follows_the_definition_and_ids_past_the_vocabulary_draw_nothing():
     for num_ids in (1, 3, 4, 5, 1021):
-        noise = gumbel_noise([77, 2**64 - 1], [3, 900], num_ids)
+        noise = gumbel_noise(key_tensor([77, 2**64 - 1]), torch.tensor([3, 900]), num_ids)
         assert noise.shape == (2, num_ids)
         for row, (key, position) in zip(noise.tolist(), [(77, 3), (2**64 - 1, 900)], strict=True):
             for v in {0, num_ids // 2, num_ids - 1}:
