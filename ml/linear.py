@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from kernels.quant import mxfp4_dequantize, mxfp4_quantize
+from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_round
 from kernels.scaled_mm import LARGEST_SCALE, Mxfp4Weight, mxfp4_mm, pack_mxfp4, row_invariant_mm
 from ml.tensor_parallel import ALONE, Group
 
@@ -56,7 +56,7 @@ class _RoundToBf16(_StraightThrough):
 class _RoundToMxfp4(_StraightThrough):
     @staticmethod
     def forward(ctx, w):
-        return mxfp4_dequantize(*mxfp4_quantize(w), w.dtype)
+        return mxfp4_round(w)
 
 
 class Linear(nn.Module):

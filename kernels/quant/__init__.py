@@ -39,6 +39,16 @@ def mxfp4_dequantize(
     return _implementation(blocks, impl).mxfp4_dequantize(blocks.contiguous(), scales.contiguous(), dtype)
 
 
+def mxfp4_round(x_NK: torch.Tensor, *, impl: Implementation | None = None) -> torch.Tensor:
+    """mxfp4_dequantize(mxfp4_quantize(x_NK)) in x_NK's dtype: the values that a training forward on MXFP4 takes."""
+    _check_matrix("x_NK", x_NK, (torch.float32, torch.bfloat16), columns=32)
+    if impl is None and not x_NK.is_cuda:
+        from kernels.quant import rounding
+
+        return rounding.mxfp4_round(x_NK)
+    return mxfp4_dequantize(*mxfp4_quantize(x_NK, impl=impl), x_NK.dtype, impl=impl)
+
+
 def mxfp4_to_fp8(
     blocks: torch.Tensor, scales: torch.Tensor, *, impl: Implementation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
