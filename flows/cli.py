@@ -108,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
             "DATA/runs/RUN/00000/rollout (sealed segments of every node)",
         )  # fmt: skip
         sub.add_argument("--json", action="store_true", help="one JSON object a log")
+    upkeep = command(
+        "upkeep", "delete the token logs and spilled KV of finished rollout partitions",
+        "Rows, shards and manifests stay, and nothing that an unfinished or live run needs is touched. Also goes: "
+        "unfinished writes of killed processes (older than a day), old epochs of table leases. Logs explain strange "
+        "trajectories, so nothing is deleted unless this command or the deployment `upkeep` is run.",
+    )  # fmt: skip
+    upkeep.add_argument("run_ids", metavar="RUN", nargs="*", help="without it: every run")
+    upkeep.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    rooted(upkeep)
     bench = command("bench", "measure; the last line is one JSON object", "Exit status 1 when a check failed.")
     bench.add_argument(
         "name", choices=("wal", "rollout", "kl", "quant", "gemm", "attention"),
@@ -291,6 +300,16 @@ def _wal(arguments: argparse.Namespace) -> int:
     return FormatError.exit_status if damaged else 0
 
 
+def _upkeep(arguments: argparse.Namespace) -> int:
+    from tasks.upkeep import upkeep
+
+    for line in upkeep(arguments.data, arguments.run_ids or None, dry_run=arguments.dry_run):
+        of_run = f" of {line.run_id}" if line.run_id else ""
+        verb = "would go" if arguments.dry_run else "deleted"
+        print(f"{verb}: {line.num_objects:>8,} {line.what}{of_run}, {line.num_bytes:,} bytes")
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     import subprocess
 
@@ -303,7 +322,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 _COMMANDS = {
     "run": _run, "rollout": _single, "teach": _single, "dispatch": _single, "train": _single, "show": _show,
     "sql": _sql, "verify": _verify, "doctor": _doctor, "models": _models, "bench": _bench, "teachers": _teachers,
-    "wal": _wal,
+    "wal": _wal, "upkeep": _upkeep,
 }  # fmt: skip
 
 

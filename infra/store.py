@@ -85,6 +85,14 @@ def open_store(root: str) -> ObjectStore:
     return S3Store(bucket, prefix.strip("/"))
 
 
+def abandoned_writes(store: ObjectStore, age_seconds: float) -> list[Path]:
+    """Files of a local store that killed writers left unfinished at least `age_seconds` ago; never one on S3.
+
+    The age is told by the file system's clock, from a file made now, so that hosts with other clocks agree.
+    """
+    return store.abandoned_writes(age_seconds) if isinstance(store, LocalStore) else []
+
+
 def s3_endpoint() -> str | None:
     """URL of the S3 service by the standard environment; None stands for AWS itself."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
@@ -182,6 +190,19 @@ class LocalStore:
         with self._explained(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
             _fsync_folder(path.parent)
+
+    def abandoned_writes(self, age_seconds: float) -> list[Path]:
+        folder = self._root / _TMP
+        if not folder.is_dir():
+            return []
+        old = []
+        with self._explained(_TMP), self._written(b"") as probe:
+            now = probe.stat().st_mtime
+            for path in folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # a living writer has just finished
+                    if now - path.stat().st_mtime >= age_seconds:
+                        old.append(path)
+        return sorted(old)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
