@@ -1,6 +1,10 @@
 """The rollout engine: continuous batching over a paged KV cache, each sampled token logged before anyone sees it.
 
-    add -> waiting -> admitted (pages, spilled KV restored) -> step: rows, logits, sample, log -> durable -> Finished
+    add -> waiting -> admitted (pages, spilled KV restored) -> step launched -> collected, logged -> durable -> Finished
+
+A trajectory that makes room for others waits with its KV in host memory.
+On a GPU one step is in flight: while it runs, the one before is collected and logged. A stop token is seen one step
+late; what that step sampled for the finished trajectory is dropped unlogged.
 
 Invariant: tokens, both log-probabilities and KV of a trajectory depend on the weights, its prompt, its key and the
 sampling parameters alone: not on other requests, on when it was admitted, on how its prefill was cut, nor on how often
@@ -18,10 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ml.model import SPLIT_TOKENS, Transformer
-from ml.rollout.runner import Runner
-from ml.rollout.sampling import SamplingParams, sample
-from ml.rollout.scheduler import Rows, Scheduler
+import numpy as np
+import torch
+
+from ml.device import traits
+from ml.model import Transformer
+from ml.rollout.runner import Runner, Ticket
+from ml.rollout.sampling import SamplingParams
+from ml.rollout.scheduler import Scheduler
 from ml.rollout.scheduler import Sequence as Scheduled
 from ml.rollout.spill import KvLayout, PrefillCost, Spillable, SpilledKv, SpillQueue, SpillRecord, encode_kv
 from schemas.errors import ContractError
@@ -45,14 +53,28 @@ class EngineConfig:
 
     prefill_chunk_tokens: prefill rows of one step. split_tokens: where attention cuts keys, a multiple or a divisor
     of page_tokens; it is part of what decides the bits. student_digest: names the weights in spills.
+    steps_in_flight: steps that may run while an older one is logged. graphs: replay decode steps from CUDA graphs.
     """
 
     max_sequences: int
     page_tokens: int
     num_pages: int
-    prefill_chunk_tokens: int = 256
-    split_tokens: int = SPLIT_TOKENS
+    prefill_chunk_tokens: int
+    split_tokens: int
     student_digest: str = ""
+    steps_in_flight: int = 0
+    graphs: bool = False
+
+    @classmethod
+    def on(
+        cls, device: torch.device, *, max_sequences: int, page_tokens: int, num_pages: int, student_digest: str = ""
+    ) -> EngineConfig:
+        """With the values that suit a kind of device (ml.device.Traits)."""
+        own = traits(device)
+        return cls(
+            max_sequences, page_tokens, num_pages, own.prefill_chunk_tokens, own.split_tokens, student_digest,
+            own.steps_in_flight, own.graphs,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,6 +115,7 @@ class Finished:
 class _Trajectory(Scheduled):
     sampling_key: int = 0
     number: int = 0
+    durable: int = 0
     raw: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
     kv: SpilledKv | None = None
@@ -118,15 +141,17 @@ class RolloutEngine:
         self.model, self.config, self.sampling, self.log = model, config, sampling, log
         self.stop_ids, self.vocab_size = frozenset(stop_ids), vocab_size
         self.kv_layout = KvLayout.of(model, config.student_digest)
-        self._runner = Runner(model, num_pages=config.num_pages, page_tokens=config.page_tokens,
-                              split_tokens=config.split_tokens, vocab_size=vocab_size)  # fmt: skip
+        self._runner = Runner(
+            model, max_sequences=config.max_sequences, num_pages=config.num_pages, page_tokens=config.page_tokens,
+            split_tokens=config.split_tokens, vocab_size=vocab_size, sampling=sampling, graphs=config.graphs,
+        )  # fmt: skip
         self._scheduler = Scheduler(max_sequences=config.max_sequences, page_tokens=config.page_tokens,
                                     num_pages=config.num_pages, prefill_tokens=config.prefill_chunk_tokens)  # fmt: skip
+        self._in_flight: deque[tuple[int, Ticket]] = deque()
         self._unfinished: dict[str, _Trajectory] = {}
-        self._known: set[str] = set()
+        self._known: dict[str, _Trajectory] = {}
         self._undelivered: deque[tuple[int, _Trajectory]] = deque()
-        self._unacknowledged: deque[tuple[int, list[str]]] = deque()
-        self._durable: dict[str, int] = {}
+        self._unacknowledged: deque[tuple[int, list[_Trajectory]]] = deque()
 
     def add(self, request: Request) -> None:
         """Queue a request, new or resumed. Raises ContractError when it could never run or is known already."""
@@ -136,17 +161,18 @@ class RolloutEngine:
         trajectory = _Trajectory(
             request.trajectory_id, prompt + list(request.logged_ids), len(prompt),
             len(prompt) + request.max_response_tokens,
-            sampling_key=request.sampling_key, raw=list(request.logged_raw), sampled=list(request.logged_sampled),
+            prompt_key=digest, sampling_key=request.sampling_key,
+            raw=list(request.logged_raw), sampled=list(request.logged_sampled),
             number=self.log.admit(request.trajectory_id, prompt_digest=digest, prompt_tokens=len(prompt)),
+            durable=len(request.logged_ids),
         )  # fmt: skip
-        self._known.add(request.trajectory_id)
-        self._durable[request.trajectory_id] = len(request.logged_ids)
+        self._known[request.trajectory_id] = trajectory
         if request.logged_ids and self._is_done(trajectory):
             self._finish(trajectory)
             self.log.commit()
             return
         if request.kv is not None and request.kv.positions:
-            trajectory.kv = request.kv
+            trajectory.kv, trajectory.num_kept = request.kv, request.kv.positions
             trajectory.stored_positions = request.kv.positions
         elif request.logged_ids:
             trajectory.num_prefill_rebuilds = 1
@@ -158,18 +184,22 @@ class RolloutEngine:
         return bool(self._unfinished or self._undelivered)
 
     def step(self) -> list[Finished]:
-        """One step: admit, prefill chunks beside decode rows, sample, log; returns what became final and durable.
+        """Admit, launch a step of prefill chunks beside decode rows, collect and log the oldest step in flight.
 
-        The log's commit of this step overlaps the next one. Raises ContractError, naming trajectory and position,
-        when the model's logits have no finite maximum, and whatever the log raises.
+        Returns what became final and durable. The log's commit of a step overlaps the next one. Raises ContractError,
+        naming trajectory and position, when the model's logits have no finite maximum, and whatever the log raises.
         """
-        for admitted in self._scheduler.admit():
-            self._restore(admitted)
-        rows = self._scheduler.plan()
-        if rows:
-            logits_SV = self._runner.forward(rows)
-            self._scheduler.step_ended(rows)
-            self._take_tokens([row for row in rows if row.samples], logits_SV)
+        self._admit()
+        plan = self._scheduler.plan()
+        for paused in plan.paused:
+            trajectory = self._known[paused.sequence.trajectory_id]
+            if trajectory.num_kept:
+                trajectory.kv = SpilledKv(*self._runner.read_kv(paused.pages, trajectory.num_kept))
+        if plan:
+            ticket = self._runner.launch(plan)
+            self._in_flight.append((self._scheduler.launched(plan), ticket))
+        while len(self._in_flight) > (self.config.steps_in_flight if plan else 0):
+            self._collect()
         if not self._unfinished and self._undelivered:
             self.log.wait_local(self._undelivered[-1][0])
         return self._deliver()
@@ -177,13 +207,14 @@ class RolloutEngine:
     def live(self) -> dict[str, int]:
         """Response tokens of each trajectory, finished ones included, that are durable and may be shown."""
         self._note_acknowledged()
-        return dict(self._durable)
+        return {i: t.durable for i, t in self._known.items()}
 
     def spill(self, write: Callable[[str, bytes], bool], deadline: float) -> list[SpillRecord]:
         """Write KV of unfinished trajectories until `deadline` (time.monotonic()), in the order of SpillQueue.
 
         write(name, bytes) stores one object; False: it is too late. The engine must not step during or after this.
         """
+        self._drop_in_flight()
         kept = {t.trajectory_id: t.kv.positions if t.kv else t.num_kept for t in self._unfinished.values()}
         position_bytes = self.kv_layout.position_bytes
         candidates = [
@@ -194,7 +225,7 @@ class RolloutEngine:
         while (chosen := queue.next()) is not None:
             started = time.monotonic()
             trajectory = self._unfinished[chosen.trajectory_id]
-            kv = SpilledKv(*self._runner.read_kv(trajectory.pages, trajectory.num_kept))
+            kv = trajectory.kv or SpilledKv(*self._runner.read_kv(trajectory.pages, trajectory.num_kept))
             data = encode_kv(kv, self.kv_layout, trajectory.trajectory_id, trajectory.tokens)
             name = f"{trajectory.trajectory_id}.kv"
             if not write(name, data):
@@ -206,55 +237,76 @@ class RolloutEngine:
 
     # --- the parts of a step
 
-    def _restore(self, trajectory: Scheduled) -> None:
-        assert isinstance(trajectory, _Trajectory)
-        if trajectory.kv is not None:
-            self._runner.write_kv(trajectory.pages, trajectory.kv.k_MLGC, trajectory.kv.v_MLGC)
-            trajectory.num_kept = trajectory.kv.positions
-            trajectory.kv = None
-            trajectory.num_kv_restores = 1
-
-    def _take_tokens(self, rows: list[Rows], logits_SV) -> None:
-        if not rows:
+    def _admit(self) -> None:
+        admitted = self._scheduler.admit()
+        if not admitted:
             return
-        trajectories: list[_Trajectory] = [row.sequence for row in rows]  # pyright: ignore[reportAssignmentType]
-        keys = [t.sampling_key for t in trajectories]
-        sampled = sample(logits_SV, keys, [len(t.tokens) for t in trajectories], self.sampling)
-        columns = sampled.ids_S.tolist(), sampled.raw_S.tolist(), sampled.sampled_S.tolist()
-        numbers = [t.number for t in trajectories]
-        firsts = [t.num_response for t in trajectories]
-        for trajectory, token, raw, logprob in zip(trajectories, *columns, strict=True):
-            if not (math.isfinite(raw) and math.isfinite(logprob)):
-                raise ContractError(
-                    f"trajectory {trajectory.trajectory_id}, position {len(trajectory.tokens)}",
-                    expected="finite logits", found="NaN or infinity", safe="every token logged so far",
-                    next_command="check the student's weights: opd verify",
-                )  # fmt: skip
-            trajectory.tokens.append(token)
-            trajectory.raw.append(raw)
-            trajectory.sampled.append(logprob)
-        sequence = self.log.append_step(numbers, firsts, *columns)
-        self._unacknowledged.append((sequence, [t.trajectory_id for t in trajectories]))
+        trajectories = [self._known[a.sequence.trajectory_id] for a in admitted]
         for trajectory in trajectories:
-            if self._is_done(trajectory):
-                self._scheduler.finish(trajectory)
-                del self._unfinished[trajectory.trajectory_id]
-                self._finish(trajectory)
+            if trajectory.kv is not None:
+                self._runner.write_kv(trajectory.pages, trajectory.kv.k_MLGC, trajectory.kv.v_MLGC)
+                trajectory.kv = None
+                trajectory.num_kv_restores += 1
+        # Afterwards, since others may take their prompt from what was just restored.
+        self._runner.admit(admitted, [t.sampling_key for t in trajectories])
+
+    def _collect(self) -> None:
+        """Log the tokens of the oldest step in flight, those of trajectories that have finished since left out."""
+        number, ticket = self._in_flight.popleft()
+        collected = self._runner.collect(ticket)
+        self._scheduler.step_ended(number)
+        trajectories = [self._known[s.trajectory_id] for s in ticket.sequences]
+        columns = collected.ids_S, collected.raw_S, collected.sampled_S
+        if any(t.finish_reason for t in trajectories):
+            going = [not t.finish_reason for t in trajectories]
+            trajectories = [t for t in trajectories if not t.finish_reason]
+            columns = tuple(column[going] for column in columns)
+        if not trajectories:
+            return
+        finite = np.isfinite(columns[1]) & np.isfinite(columns[2])
+        if not finite.all():
+            broken = trajectories[int(finite.argmin())]
+            raise ContractError(
+                f"trajectory {broken.trajectory_id}, position {len(broken.tokens)}",
+                expected="finite logits", found="NaN or infinity", safe="every token logged so far",
+                next_command="check the student's weights: opd verify",
+            )  # fmt: skip
+        firsts = [len(t.raw) for t in trajectories]
+        self._unacknowledged.append(
+            (self.log.append_step([t.number for t in trajectories], firsts, *columns), trajectories)
+        )
+        for t, token, raw, sampled in zip(trajectories, *(column.tolist() for column in columns), strict=True):
+            t.tokens.append(token)
+            t.raw.append(raw)
+            t.sampled.append(sampled)
+            if token in self.stop_ids or len(t.tokens) >= t.max_tokens:
+                self._scheduler.finish(t)
+                del self._unfinished[t.trajectory_id]
+                self._finish(t)
         self.log.commit()
+
+    def _drop_in_flight(self) -> None:
+        """Wait for the launched steps; their KV stays, their tokens are not logged and come back the same."""
+        while self._in_flight:
+            number, ticket = self._in_flight.popleft()
+            self._runner.collect(ticket)
+            self._scheduler.step_ended(number)
+        for t in self._unfinished.values():
+            t.num_kept = min(t.num_kept, len(t.tokens))
 
     def _is_done(self, trajectory: _Trajectory) -> bool:
         return trajectory.tokens[-1] in self.stop_ids or len(trajectory.tokens) >= trajectory.max_tokens
 
     def _finish(self, trajectory: _Trajectory) -> None:
         trajectory.finish_reason = "stop" if trajectory.tokens[-1] in self.stop_ids else "length"
-        sequence = self.log.append_finish(trajectory.number, trajectory.num_response, trajectory.finish_reason)
+        sequence = self.log.append_finish(trajectory.number, len(trajectory.raw), trajectory.finish_reason)
         self._undelivered.append((sequence, trajectory))
 
     def _note_acknowledged(self) -> int:
         acknowledged = self.log.acknowledged
         while self._unacknowledged and self._unacknowledged[0][0] <= acknowledged:
-            for trajectory_id in self._unacknowledged.popleft()[1]:
-                self._durable[trajectory_id] += 1
+            for trajectory in self._unacknowledged.popleft()[1]:
+                trajectory.durable += 1
         return acknowledged
 
     def _deliver(self) -> list[Finished]:
@@ -262,9 +314,8 @@ class RolloutEngine:
         out = []
         while self._undelivered and self._undelivered[0][0] <= acknowledged:
             t = self._undelivered.popleft()[1]
-            rebuilds = t.num_prefill_rebuilds + t.num_pauses
             out.append(Finished(t.trajectory_id, tuple(t.tokens[t.num_prompt :]), tuple(t.raw), tuple(t.sampled),
-                                t.finish_reason, t.num_kv_restores, rebuilds))  # fmt: skip
+                                t.finish_reason, t.num_kv_restores, t.num_prefill_rebuilds))  # fmt: skip
         return out
 
     # --- what could never run is refused when it is added

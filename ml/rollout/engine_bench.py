@@ -1,96 +1,136 @@
-"""Decode throughput of the rollout engine with its log on: a random model of SmolLM2-135M's shape, bf16.
+"""Figures of the rollout engine with its log on, random weights: decode on a CPU; on a GPU everything that
+`engine_bench_gpu` lists.
 
 The check: a trajectory sampled in the batch equals, bit for bit, the same trajectory sampled alone.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernels.testing import check
+from kernels.testing import check, environment, figure
+from ml.linear import Linear, Precision
 from ml.model import ModelConfig, Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.wal import LogHeader, TokenLog
 
-_SMOLLM2 = {
+SMOLLM2 = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
     "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
     "max_position_embeddings": 2048, "rope_theta": 100000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     "hidden_act": "silu",
 }  # fmt: skip
-_PAGE_TOKENS = 64
+PAGE_TOKENS = 64
 #: vLLM's CPU build 0.32.0, the same shape and batch on two cores with AVX512-bf16.
 _PEER_TOKENS_PER_S = 134.0
 
 
 def run(quick: bool) -> dict[str, Any]:
     """Raises CheckFailed when company changes a trajectory."""
+    if torch.cuda.is_available():
+        from ml.rollout.engine_bench_gpu import run as run_on_gpu
+
+        return run_on_gpu(quick)
     batch, prompt, new = (16, 32, 16) if quick else (64, 128, 64)
-    torch.manual_seed(0)
-    model = Transformer(
-        ModelConfig.from_hf(_SMOLLM2, "bench"), precision="bf16", compute=torch.bfloat16, trainable=False
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.02)
-    generator = torch.Generator().manual_seed(1)
-    requests = [
-        Request(f"t{i}", tuple(torch.randint(0, 49152, (prompt,), generator=generator).tolist()), i, new)
-        for i in range(batch)
-    ]
-    together, steps = _sample(model, requests)
-    alone, _ = _sample(model, requests[:1])
-    check(
-        together["t0"].response_ids == alone["t0"].response_ids
-        and together["t0"].logprobs_raw == alone["t0"].logprobs_raw,
-        "a trajectory does not depend on its company",
-    )
-    decode = sorted(steps)[: new - 1]  # the cheapest steps hold no prefill
-    rate = batch / (sum(decode) / len(decode))
+    model = random_model(SMOLLM2, "bf16", "cpu")
+    requests = random_requests(model, batch, prompt, new)
+    with Run(model, batch, prompt + new) as together, Run(model, 1, prompt + new) as alone:
+        finished = together.finish(requests)
+        check(same(finished["t0"], alone.finish(requests[:1])["t0"]), "a trajectory does not depend on its company")
+    decode = sorted(together.step_seconds)[: new - 1]  # the cheapest steps hold no prefill
     floor = 0.8 * _PEER_TOKENS_PER_S
-    comparable = not quick and model.head_weight.device.type == "cpu"
+    rate = figure(batch / (sum(decode) / len(decode)), "tokens/s", f">= {floor:.0f}")
+    if quick:
+        rate["holds"] = None
     return {
         "figures": {
-            "decode_tokens_per_s": {
-                "value": rate, "unit": "tokens/s", "target": f">= {floor:.0f} on two CPU cores",
-                "holds": rate >= floor if comparable else None,
-            },
-            "whole_run_s": {"value": sum(steps), "unit": "s", "target": "", "holds": None},
+            "decode_tokens_per_s": rate,
+            "whole_run_s": figure(sum(together.step_seconds), "s", ""),
         },
         "peers": {
             "vLLM CPU build, measured apart": {"value": _PEER_TOKENS_PER_S, "unit": "tokens/s", "version": "0.32.0"}
         },
-        "env": {
-            "device": "cpu", "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-            "shape": f"SmolLM2-135M shape, batch {batch}, prompt {prompt}, new {new}, bf16, log on",
-        },
+        "env": environment(f"SmolLM2-135M shape, batch {batch}, prompt {prompt}, new {new}, bf16, log on")
+        | {"threads": torch.get_num_threads()},
     }  # fmt: skip
 
 
-def _sample(model: Transformer, requests: list[Request]) -> tuple[dict[str, Finished], list[float]]:
-    """(finished by trajectory, seconds of each step)."""
-    longest = len(requests[0].prompt_ids) + requests[0].max_response_tokens
-    config = EngineConfig(
-        max_sequences=len(requests),
-        page_tokens=_PAGE_TOKENS,
-        num_pages=len(requests) * pages_for(longest, _PAGE_TOKENS),
-    )
-    finished, steps = {}, []
-    header = LogHeader("bench", 0, 0, 1, "random")
-    with tempfile.TemporaryDirectory(prefix="opd-bench-") as folder, TokenLog(Path(folder) / "log", header) as log:
-        engine = RolloutEngine(model, config, SamplingParams(), (), 49152, log)
+class Run:
+    """An engine over a model, with its log in a folder that goes away with it. num_tokens: of the longest sequence.
+
+    step_seconds: of each step so far.
+    """
+
+    def __init__(self, model: Transformer, max_sequences: int, num_tokens: int, **changes: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="opd-bench-")
+        self._log = TokenLog(Path(self._folder.name) / "log", LogHeader("bench", 0, 0, 1, "random"))
+        pages = max_sequences * pages_for(num_tokens, PAGE_TOKENS)
+        config = EngineConfig.on(
+            model.head_weight.device, max_sequences=max_sequences, page_tokens=PAGE_TOKENS, num_pages=pages
+        )
+        vocab_size = model.config.vocab_rows
+        self.engine = RolloutEngine(model, replace(config, **changes), SamplingParams(), (), vocab_size, self._log)
+        self.step_seconds: list[float] = []
+
+    def add(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            engine.add(request)
-        while engine.has_work():
-            started = time.perf_counter()
-            finished.update({f.trajectory_id: f for f in engine.step()})
-            steps.append(time.perf_counter() - started)
-    return finished, steps
+            self.engine.add(request)
+
+    def step(self) -> list[Finished]:
+        started = time.perf_counter()
+        finished = self.engine.step()
+        self.step_seconds.append(time.perf_counter() - started)
+        return finished
+
+    def finish(self, requests: Sequence[Request] = ()) -> dict[str, Finished]:
+        """Everything added before, and `requests`."""
+        self.add(requests)
+        finished = {}
+        while self.engine.has_work():
+            finished.update({f.trajectory_id: f for f in self.step()})
+        return finished
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.abandon()
+        self._folder.cleanup()
+
+
+def random_model(config_json: dict[str, Any], precision: Precision, device: torch.device | str) -> Transformer:
+    """An inference model in bf16 whose weights follow from a fixed seed."""
+    generator = torch.Generator(device).manual_seed(0)
+    model = Transformer(
+        ModelConfig.from_hf(config_json, "bench"), precision=precision, compute=torch.bfloat16, trainable=False,
+        device=device,
+    )  # fmt: skip
+    linears = {module.weight: module for module in model.modules() if isinstance(module, Linear)}
+    with torch.no_grad():
+        for parameter in list(model.parameters()):
+            mean = 1.0 if parameter.ndim == 1 else 0.0
+            values = torch.empty(parameter.shape, device=device).normal_(mean, 0.02, generator=generator)
+            linears[parameter].set_weight(values) if parameter in linears else parameter.copy_(values)
+    return model
+
+
+def random_requests(model: Transformer, count: int, prompt: int, new: int, *, prefix: str = "t") -> list[Request]:
+    """Prompts and keys depend on their number alone."""
+    ids = torch.randint(
+        0, model.config.vocab_rows, (count, prompt), generator=torch.Generator().manual_seed(prompt)
+    ).tolist()
+    return [Request(f"{prefix}{i}", tuple(row), i, new) for i, row in enumerate(ids)]
+
+
+def same(a: Finished, b: Finished) -> bool:
+    """Tokens and log-probabilities, bit for bit."""
+    return (a.response_ids, a.logprobs_raw, a.logprobs_sampled) == (b.response_ids, b.logprobs_raw, b.logprobs_sampled)

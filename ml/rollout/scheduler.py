@@ -1,9 +1,14 @@
 """Which rows each engine step computes: admission, chunked prefill beside decode, pausing when pages run out.
 
-Sequences run in order of admission. Decode rows always go; prefill rows share a budget of tokens a step. When the
-oldest sequences need pages that are not there, the youngest is paused: its pages go back, and it waits at the head
-of the queue until its KV can be rebuilt from its tokens. Nothing is ever dropped.
-Invariant: a sequence that fits the cache alone finishes, since the oldest one can always take every page.
+Sequences run in order of admission. Decode rows always go; prefill rows share a budget of tokens a step. A sequence
+whose prompt a running one has in the cache takes it from there. When sequences need pages that are not there, the one
+is paused whose KV is least to bring back: its pages go back, and it waits at the head of the queue. Nothing is ever
+dropped.
+
+Steps are planned ahead of their results: counts say which tokens will exist once the launched steps have ended, and
+no decision looks at a token.
+Invariant: a sequence that fits the cache alone finishes, since the oldest one is never paused and can always take every
+page.
 """
 
 from __future__ import annotations
@@ -16,24 +21,41 @@ from ml.rollout.pages import PagePool, pages_for
 
 @dataclass(eq=False)
 class Sequence:
-    """One trajectory in flight. tokens: prompt and response ids; num_kept: positions whose KV the cache holds."""
+    """One trajectory in flight. tokens: prompt and response ids that are known, which is none of the scheduler's.
+
+    num_tokens: tokens once the launched steps have ended. prompt_key: sequences with one key start with the same
+    num_prompt tokens; None shares nothing. num_kept: positions whose KV the launched steps leave in the cache,
+    and while it waits, those whose KV comes with it when it is admitted. slot: its number among the running ones, -1
+    while it waits.
+    """
 
     trajectory_id: str
     tokens: list[int]
     num_prompt: int
     max_tokens: int
+    prompt_key: bytes | None = None
+    num_tokens: int = -1
     num_kept: int = 0
     pages: list[int] = field(default_factory=list)
+    slot: int = -1
     num_pauses: int = 0
 
-    @property
-    def num_response(self) -> int:
-        return len(self.tokens) - self.num_prompt
+    def __post_init__(self) -> None:
+        if self.num_tokens < 0:
+            self.num_tokens = len(self.tokens)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one sequence in one step: positions start..start+count-1. samples: the last row's state is sampled."""
+class Admitted:
+    """A sequence that runs from now on. copied: (from, to), a page whose contents it needs in a page of its own."""
+
+    sequence: Sequence
+    copied: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prefill rows of one sequence: positions start..start+count-1. samples: the last row's state is sampled."""
 
     sequence: Sequence
     start: int
@@ -41,16 +63,41 @@ class Rows:
     samples: bool
 
 
+@dataclass(frozen=True)
+class Paused:
+    """A sequence that waits again. The KV of its num_kept positions is in `pages` until the next launch."""
+
+    sequence: Sequence
+    pages: list[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of one step. decode: sequences with one row each, at position num_kept, which is sampled.
+
+    paused: sequences that had to make room for them.
+    """
+
+    decode: list[Sequence]
+    chunks: list[Chunk]
+    paused: list[Paused]
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.chunks)
+
+
 class Scheduler:
-    """num_kept of a sequence is advanced by `step_ended`; tokens are appended by the caller."""
+    """Between `plan` and `launched` nothing else is called; tokens are appended to sequences by the caller."""
 
     def __init__(self, *, max_sequences: int, page_tokens: int, num_pages: int, prefill_tokens: int) -> None:
-        self.max_sequences, self.page_tokens, self.prefill_tokens = max_sequences, page_tokens, prefill_tokens
+        self.page_tokens, self.prefill_tokens = page_tokens, prefill_tokens
         self.pool = PagePool(num_pages)
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, None] = {}  # in order of admission
         self.num_pauses = 0
-        self._step = 0
+        self._slots = deque(range(max_sequences))
+        self._prompts: dict[bytes, list[Sequence]] = {}
+        self._launched = self._ended = 0
 
     def fits(self, max_tokens: int) -> bool:
         """Whether a sequence of max_tokens tokens can be held by the whole cache."""
@@ -59,78 +106,115 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def admit(self) -> list[Sequence]:
+    def admit(self) -> list[Admitted]:
         """Move waiting sequences into the cache, first come first served; returns them with their pages.
 
         A sequence gets pages for all of its tokens at once. Beside running ones, it is admitted only if each of
-        them could still grow by a page, so that a newcomer is not paused at once.
+        them could still grow by a page, so that a newcomer is not paused at once. A sequence whose prompt is being
+        computed by another waits for that, and lets others pass.
         """
-        admitted = []
-        while self.waiting and len(self.running) < self.max_sequences:
-            sequence = self.waiting[0]
-            needed = pages_for(len(sequence.tokens), self.page_tokens)
-            if self.running and self.pool.num_free < needed + len(self.running):
+        admitted, passed = [], []
+        while self.waiting and self._slots:
+            sequence = self.waiting.popleft()
+            source = None
+            if sequence.prompt_key is not None and not sequence.num_kept:
+                source = next(iter(self._prompts.get(sequence.prompt_key, ())), None)
+            shared = min(sequence.num_prompt, sequence.num_tokens - 1) if source is not None else 0
+            if source is not None and source.num_kept < shared:
+                passed.append(sequence)
+                continue
+            num_whole = shared // self.page_tokens
+            needed = pages_for(sequence.num_tokens, self.page_tokens) - num_whole
+            crowded = self.running and self.pool.num_free < needed + len(self.running)
+            own = None if crowded else self.pool.take(needed)
+            if own is None:
+                self.waiting.appendleft(sequence)
                 break
-            pages = self.pool.take(needed)
-            if pages is None:
-                break
-            sequence.pages = pages
-            self.running.append(self.waiting.popleft())
-            admitted.append(sequence)
+            copied = None
+            if source is not None:
+                self.pool.share(source.pages[:num_whole])
+                sequence.num_kept = shared
+                if shared % self.page_tokens:
+                    copied = source.pages[num_whole], own[0]
+                own = source.pages[:num_whole] + own
+            sequence.pages, sequence.slot = own, self._slots.popleft()
+            self.running[sequence] = None
+            if sequence.prompt_key is not None:
+                self._prompts.setdefault(sequence.prompt_key, []).append(sequence)
+            admitted.append(Admitted(sequence, copied))
+        self.waiting.extendleft(reversed(passed))
         return admitted
 
-    def plan(self) -> list[Rows]:
-        """Rows of the next step, in order of admission; pauses the youngest sequences if pages are missing."""
-        budget = self.prefill_tokens
-        rows: list[Rows] = []
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            missing = len(sequence.tokens) - sequence.num_kept
-            count = missing if missing == 1 else min(missing, budget)
-            if count == 0:
-                index += 1
-                continue
-            if not self._grow(sequence, sequence.num_kept + count):
-                if self.running[-1] is not sequence:
-                    self._pause(self.running[-1])
-                    continue
-                self._pause(sequence)
-                break
-            if missing > 1:
+    def plan(self) -> Plan:
+        """Rows of the next step, in order of admission; pauses sequences if pages are missing.
+
+        Empty when nothing can run before launched steps have ended, or nothing is left to run.
+        """
+        paused = self._grow()
+        budget, page_tokens = self.prefill_tokens, self.page_tokens
+        decode, chunks = [], []
+        for sequence in self.running:
+            kept = sequence.num_kept
+            missing = sequence.num_tokens - kept
+            if sequence.num_tokens >= sequence.max_tokens or kept >= len(sequence.pages) * page_tokens:
+                continue  # its last token is on its way, or its next page
+            if missing == 1:
+                decode.append(sequence)
+            elif budget:
+                count = min(missing, budget)
                 budget -= count
-            rows.append(Rows(sequence, sequence.num_kept, count, samples=count == missing))
-            index += 1
-        return rows
+                chunks.append(Chunk(sequence, kept, count, samples=count == missing))
+        return Plan(decode, chunks, paused)
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        more = pages_for(num_tokens, self.page_tokens) - len(sequence.pages)
-        if more <= 0:
-            return True
-        pages = self.pool.take(more)
-        if pages is None:
-            return False
-        sequence.pages += pages
-        return True
+    def _grow(self) -> list[Paused]:
+        """A page more for each sequence whose next token needs one; only decode does, prefill has its pages."""
+        tokens, paused = self.page_tokens, []
+        short = [s for s in self.running if s.num_kept >= len(s.pages) * tokens and s.num_tokens < s.max_tokens]
+        while short and self.pool.num_free + self.pool.num_resting < len(short) and len(self.running) > 1:
+            # Bringing KV back costs a copy of each position, and the youngest of equals has waited least.
+            victim = min(list(self.running)[:0:-1], key=lambda s: s.num_kept)
+            paused.append(Paused(victim, victim.pages))
+            self.finish(victim)
+            victim.num_pauses += 1
+            self.num_pauses += 1
+            self.waiting.appendleft(victim)
+            short = [s for s in short if s is not victim]
+        for sequence in short:
+            pages = self.pool.take(1)
+            if pages is None:
+                break  # the others' pages rest until the launched steps have ended
+            sequence.pages += pages
+        return paused
 
-    def _pause(self, sequence: Sequence) -> None:
-        self.finish(sequence)
-        sequence.num_kept = 0
-        sequence.num_pauses += 1
-        self.num_pauses += 1
-        self.waiting.appendleft(sequence)
+    def launched(self, plan: Plan) -> int:
+        """The step of `plan` runs on the device from now on; returns its number."""
+        for sequence in plan.decode:
+            sequence.num_kept += 1
+            sequence.num_tokens += 1
+        for chunk in plan.chunks:
+            chunk.sequence.num_kept = chunk.start + chunk.count
+            chunk.sequence.num_tokens += chunk.samples
+        self._launched += 1
+        return self._launched
 
-    def step_ended(self, rows: list[Rows]) -> None:
-        """The step that computed `rows` has ended: their positions' KV is kept from now on."""
-        self._step += 1
-        for row in rows:
-            row.sequence.num_kept = row.start + row.count
-        self.pool.step_ended(self._step)
+    def step_ended(self, step: int) -> None:
+        """Step number `step`, and so each one before it, has ended on the device."""
+        self._ended = step
+        self.pool.step_ended(step)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a finished sequence out and give its pages back."""
-        self.running.remove(sequence)
-        # No step is in flight between step_ended and the next plan, so the last one that names these pages has ended.
-        self.pool.give_back(sequence.pages, self._step)
-        self.pool.step_ended(self._step)
+        """Take out a sequence that runs, or waits after a pause, and give its pages back."""
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+            return
+        del self.running[sequence]
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+        if sequence.prompt_key is not None:
+            holders = self._prompts[sequence.prompt_key]
+            holders.remove(sequence)
+            if not holders:
+                del self._prompts[sequence.prompt_key]
+        self.pool.give_back(sequence.pages, self._launched)
+        self.pool.step_ended(self._ended)
         sequence.pages = []

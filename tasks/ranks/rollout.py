@@ -29,6 +29,7 @@ import torch
 from infra import leases
 from infra.store import ObjectStore, open_store
 from ml.checkpoint import load_model
+from ml.device import rank_device
 from ml.model import Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
 from ml.rollout.pages import pages_for
@@ -145,9 +146,8 @@ class Worker:
     @functools.cached_property
     def model(self) -> Transformer:
         student = self.work["student"]
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         return load_model(Path(student["folder"]), precision=student["precision"], compute=self.work["compute"],
-                          device=device)  # fmt: skip
+                          device=rank_device())  # fmt: skip
 
     def run(self) -> None:
         """Raises Preempted, or OpdError for the partition that cannot go on; those before it are finished."""
@@ -317,9 +317,9 @@ class Partition:
                 "rollout.kv_bytes", expected=f"{pages[-1] * page_bytes} for the longest sequence",
                 found=str(sizes["kv_bytes"]),
             )  # fmt: skip
-        return EngineConfig(
-            max_sequences=sizes["max_sequences"], page_tokens=sizes["page_tokens"], num_pages=num_pages,
-            student_digest=self.work["student"]["digest"],
+        return EngineConfig.on(
+            self.worker.model.head_weight.device, max_sequences=sizes["max_sequences"],
+            page_tokens=sizes["page_tokens"], num_pages=num_pages, student_digest=self.work["student"]["digest"],
         )  # fmt: skip
 
     def _spill(self, log: TokenLog, engine: RolloutEngine, stopped: float) -> None:
@@ -371,8 +371,9 @@ def _sampled_response(f: Finished, resumed: Resumed | None) -> Response:
     counts = (0, f.num_kv_restores, f.num_prefill_rebuilds)
     if resumed is not None:
         # The base segment counted this life's own restoring or rebuilding already; pauses come on top.
-        admit, pauses = resumed.logged.admit, f.num_prefill_rebuilds - resumed.rebuilds
-        counts = (admit.num_preemptions, admit.num_kv_restores, admit.num_prefill_rebuilds + pauses)
+        admit, restored = resumed.logged.admit, resumed.kv is not None
+        counts = (admit.num_preemptions, admit.num_kv_restores + f.num_kv_restores - restored,
+                  admit.num_prefill_rebuilds + f.num_prefill_rebuilds - resumed.rebuilds)  # fmt: skip
     return Response(
         np.array(f.response_ids, np.int32), np.array(f.logprobs_raw, np.float32),
         np.array(f.logprobs_sampled, np.float32), np.ones(len(f.response_ids), np.uint8), f.finish_reason, *counts,

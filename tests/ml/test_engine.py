@@ -23,35 +23,40 @@ from tests.rollout_world import CONFIG, KINDS, STOP, VOCABULARY, MemoryLog, engi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_of_chunks_and_single_steps_equal_transformers(kind):
+def test_logits_of_chunks_and_single_steps_equal_transformers(kind, monkeypatch):
     theirs, ours, _ = models(kind)
     r = random.Random(1)
     tokens = [[r.randrange(VOCABULARY) for _ in range(n)] for n in (50, 1, 16, 23)]
     scheduler = Scheduler(max_sequences=8, page_tokens=8, num_pages=40, prefill_tokens=19)
-    runner = Runner(ours, num_pages=40, page_tokens=8, split_tokens=16, vocab_size=VOCABULARY)
-    # Sequence i is given 3 tokens at first; the rest arrive one by one, so most positions are single steps.
-    live = [Sequence(str(i), t[: 1 + len(t) // 2], 1, 99) for i, t in enumerate(tokens)]
-    for sequence in live:
-        scheduler.add(sequence)
-    compared = 0
+    runner = Runner(ours, max_sequences=8, num_pages=40, page_tokens=8, split_tokens=16, vocab_size=VOCABULARY,
+                    sampling=SamplingParams(), graphs=False)  # fmt: skip
     with torch.no_grad():
         wanted = [theirs(torch.tensor([t])).logits[0, :, :VOCABULARY] for t in tokens]
-    for _ in range(60):
-        scheduler.admit()
-        rows = scheduler.plan()
-        if not rows:
-            break
-        logits = runner.forward(rows)
-        scheduler.step_ended(rows)
-        for row, got in zip([row for row in rows if row.samples], logits, strict=True):
-            index = int(row.sequence.trajectory_id)
-            position = row.start + row.count - 1
-            torch.testing.assert_close(got, wanted[index][position], rtol=1e-4, atol=1e-4)
+    compared = 0
+
+    def given(logits_SV, keys_S, positions_S, **_):
+        """The text's next token, in place of a sampled one; a sequence's key is its number."""
+        nonlocal compared
+        ids = []
+        for got, index, position in zip(logits_SV, keys_S.tolist(), positions_S.tolist(), strict=True):
+            torch.testing.assert_close(got, wanted[index][position - 1], rtol=1e-4, atol=1e-4)
             compared += 1
-            if position + 1 < len(tokens[index]):
-                row.sequence.tokens.append(tokens[index][position + 1])
-            else:
-                scheduler.finish(row.sequence)
+            ids.append((tokens[index] + [0])[position])
+        return torch.tensor(ids), torch.zeros(len(ids)), torch.zeros(len(ids))
+
+    monkeypatch.setattr("ml.rollout.runner.sample", given)
+    # A sequence starts with half of its tokens; the rest come one by one, as ids of the step before on the device.
+    for i, t in enumerate(tokens):
+        scheduler.add(Sequence(str(i), t[: 1 + len(t) // 2], 1, len(t) + 1))
+    for _ in range(60):
+        if admitted := scheduler.admit():
+            runner.admit(admitted, [int(a.sequence.trajectory_id) for a in admitted])
+        plan = scheduler.plan()
+        if not plan:
+            break
+        collected = runner.collect(runner.launch(plan))
+        scheduler.step_ended(scheduler.launched(plan))
+        assert not collected.raw_S.any()
     assert compared == sum(len(t) - len(t) // 2 for t in tokens)
 
 

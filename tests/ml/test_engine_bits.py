@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ml.rollout.engine import Finished, RolloutEngine
+from ml.rollout.engine import Finished, Request, RolloutEngine
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.spill import decode_kv
-from tests.rollout_world import CONFIG, KINDS, MemoryLog, alone, bits, engine, models, requests, run
+from tests.rollout_world import CONFIG, KINDS, VOCABULARY, MemoryLog, alone, bits, engine, models, requests, run
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -26,6 +26,8 @@ def test_company_order_chunks_and_pauses_change_no_bit(kind, compute):
         (replace(CONFIG, prefill_chunk_tokens=1), everything[::-1]),
         (replace(CONFIG, max_sequences=3, prefill_chunk_tokens=7), random.Random(2).sample(everything, 12)),
         (replace(CONFIG, num_pages=8, max_sequences=12), everything),
+        (replace(CONFIG, num_pages=8, max_sequences=12, steps_in_flight=1), everything[::-1]),
+        (replace(CONFIG, max_sequences=5, prefill_chunk_tokens=9, steps_in_flight=2), everything),
     ]
     pauses = 0
     for config, order in variants:
@@ -34,9 +36,57 @@ def test_company_order_chunks_and_pauses_change_no_bit(kind, compute):
             one.add(request)
         finished = run(one)
         assert [bits(finished[request.trajectory_id]) for request in everything] == wanted
-        pauses += sum(f.num_prefill_rebuilds for f in finished.values())
-        assert all(f.num_kv_restores == 0 for f in finished.values())
+        pauses += sum(f.num_kv_restores for f in finished.values())
+        assert all(f.num_prefill_rebuilds == 0 for f in finished.values())
     assert pauses > 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_group_that_shares_its_prompt_equals_its_members_alone(compute, steps_in_flight):
+    """Prompts of less than a page, of whole pages, and of more; some members resumed; too few pages for all."""
+    model = models("qwen2")[1 if compute == "fp32" else 2]
+    r = random.Random(11)
+    everything = []
+    for group, length in enumerate((1, 5, 8, 16, 21, 40)):
+        prompt = tuple(r.randrange(VOCABULARY) for _ in range(length))
+        everything += [Request(f"{group}.{i}", prompt, r.getrandbits(64), r.choice([3, 20, 40])) for i in range(4)]
+    wanted = {request.trajectory_id: alone(model, request) for request in everything}
+    resumed = []
+    for request in everything:
+        _, ids, _, _ = wanted[request.trajectory_id]
+        cut = r.randint(0, len(ids) - 1) if request.trajectory_id.endswith("2") else 0
+        one = engine(model)
+        one.add(request)
+        done = run(one)[request.trajectory_id]
+        logged = ids[:cut], done.logprobs_raw[:cut], done.logprobs_sampled[:cut]
+        resumed.append(replace(request, logged_ids=logged[0], logged_raw=logged[1], logged_sampled=logged[2]))
+    for num_pages in (200, 14):
+        config = replace(CONFIG, max_sequences=20, num_pages=num_pages, steps_in_flight=steps_in_flight)
+        one = engine(model, config)
+        rows = count_rows(one)
+        for request in resumed:
+            one.add(request)
+        finished = run(one)
+        assert {i: bits(f) for i, f in finished.items()} == wanted
+        if num_pages == 200 and steps_in_flight == 0:
+            # Each prompt once, its last row again for each other member that has no token yet, and every sampled
+            # token but the last.
+            prompts = sum(len(request.prompt_ids) for request in everything[::4])
+            again = sum(not request.logged_ids for request in resumed) - 6
+            assert rows() == prompts + again + sum(len(ids) - 1 for _, ids, _, _ in wanted.values())
+
+
+def count_rows(one: RolloutEngine):
+    """How many rows the model of an engine has computed since."""
+    total = 0
+
+    def hook(_, arguments):
+        nonlocal total
+        total += len(arguments[0])
+
+    one.model.register_forward_pre_hook(hook)
+    return lambda: total
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(0.8, 10), SamplingParams(1.0, 0, 0.7)], ids=str)
@@ -65,11 +115,12 @@ def test_interrupted_at_random_equals_uninterrupted(compute, num_threads):
         everything = requests(9, seed=6) if num_threads == 1 else requests(5, seed=6)
         wanted = [alone(model, request) for request in everything]
         restores = rebuilds = 0
-        for seed in (0, 1, 2) if num_threads == 1 else (2,):
+        for seed in (0, 1, 2) if num_threads == 1 else (0,):
             finished, counts = _run_interrupted(model, everything, random.Random(seed))
             restores, rebuilds = restores + counts[0], rebuilds + counts[1]
             assert [bits(finished[request.trajectory_id]) for request in everything] == wanted
-        assert min(restores, rebuilds) > 0
+        assert restores > 0
+        assert rebuilds > 0 or num_threads == 2
     finally:
         torch.set_num_threads(before)
 
@@ -80,7 +131,8 @@ def _run_interrupted(model, everything, r) -> tuple[dict[str, Finished], list[in
     spills: dict[str, bytes] = {}
     counts = [0, 0]
     while len(finished) < len(everything):
-        config = replace(CONFIG, prefill_chunk_tokens=r.choice([1, 9, 40]), max_sequences=r.choice([2, 9]))
+        config = replace(CONFIG, prefill_chunk_tokens=r.choice([1, 9, 40]), max_sequences=r.choice([2, 9]),
+                         steps_in_flight=r.choice([0, 1]))  # fmt: skip
         log = MemoryLog()
         one = engine(model, config, log=log)
         for request in r.sample(everything, len(everything)):
@@ -103,9 +155,9 @@ def _run_interrupted(model, everything, r) -> tuple[dict[str, Finished], list[in
             logged[name] = logged.get(name, []) + tokens
         assert one.live() == {n: len(logged.get(n, [])) for n in one.live()}
         written: dict[str, bytes] = {}
-        records = one.spill(written.__setitem__, math.inf)
+        records = one.spill(lambda name, data, to=written: to.update({name: data}) or True, math.inf)
         assert [record.name for record in records] == list(written)
-        spills = {record.trajectory_id: written[record.name] for record in records}
+        spills |= {record.trajectory_id: written[record.name] for record in records}
         # A log whose tail was lost knows fewer tokens than the KV covers.
         for name in list(logged):
             if r.random() < 0.3 and name not in finished:
@@ -121,7 +173,7 @@ def test_kv_of_an_interrupted_trajectory_equals_the_uninterrupted_ones():
     def stop_after(one: RolloutEngine, tokens: int, into: dict[str, bytes]) -> tuple:
         while one.live()["t5"] < tokens:
             assert not one.step()
-        one.spill(into.__setitem__, math.inf)
+        one.spill(lambda name, data: into.update({name: data}) or True, math.inf)
         log = one.log
         assert isinstance(log, MemoryLog)
         return tuple(zip(*log.tokens["t5"], strict=True))

@@ -37,8 +37,26 @@ def test_giving_back_twice_is_refused():
     pool = PagePool(2)
     pages = pool.take(2) or []
     pool.give_back(pages[:1], 0)
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="more often"):
         pool.give_back(pages[:1], 0)
+
+
+def test_a_shared_page_is_held_until_its_last_holder_gives_it_back():
+    pool = PagePool(2)
+    pages = pool.take(2) or []
+    pool.share(pages[:1])
+    pool.give_back(pages, 3)
+    assert (pool.num_free, pool.num_resting) == (0, 1)
+    pool.step_ended(3)
+    assert pool.take(2) is None
+    pool.give_back(pages[:1], 4)
+    pool.step_ended(4)
+    assert sorted(pool.take(2) or []) == [0, 1]
+
+
+def test_sharing_a_page_that_nobody_holds_is_refused():
+    with pytest.raises(ValueError, match="nobody"):
+        PagePool(2).share([1])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "give", "step"]), st.integers(0, 6)), max_size=60))

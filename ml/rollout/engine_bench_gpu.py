@@ -1,0 +1,267 @@
+"""Figures of the rollout engine on one GPU, with its log on: a random Llama of 1.24 B parameters, bf16.
+
+Checks: trajectories are the same bit for bit in any company, replayed from graphs or not, and resumed from their log
+or with their KV.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kernels.testing import check, environment, figure
+from ml.model import Transformer
+from ml.rollout.engine import Finished, Request
+from ml.rollout.engine_bench import SMOLLM2, Run, random_model, random_requests, same
+from ml.rollout.spill import SpilledKv, decode_kv
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 262144, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}  # fmt: skip
+PROMPT, NEW = 128, 256
+LONG = 1 << 20
+#: vLLM 0.24.0 on an H200, log-probabilities of the sampled tokens on, by requests.
+_PEERS = {64: 12.8e3, 256: 27.2e3, 1024: 27.9e3}
+_TARGETS = {64: 30e3, 256: 70e3, 1024: 90e3}
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Raises CheckFailed when company, graphs or a resumption change a trajectory."""
+    model = random_model(LLAMA, "bf16", "cuda")
+    figures: dict[str, Any] = {}
+    for count in (64,) if quick else (64, 256, 1024):
+        figures |= decode_figures(model, count)
+    if not quick:
+        figures |= log_figures(model) | bits_figures(model) | prefill_figures(model)
+        figures |= resume_figures(model, 32768) | resume_figures(model, 131072)
+        figures |= mxfp4_figures(figures["decode_step_ms_64"]["value"])
+        del model
+        torch.cuda.empty_cache()
+        figures |= long_figures()
+    return {
+        "figures": figures,
+        "peers": {
+            f"vLLM, {n} requests, measured apart": {"value": rate, "unit": "tokens/s", "version": "0.24.0"}
+            for n, rate in _PEERS.items()
+        },
+        "env": environment(f"random Llama 1.24 B, bf16, prompt {PROMPT} + {NEW} new, log on"),
+    }
+
+
+def decode_figures(model: Transformer, count: int) -> dict[str, Any]:
+    """Tokens a second of `count` requests, prefill included, and the time of a decode step."""
+    requests = random_requests(model, count, PROMPT, NEW)
+    with Run(model, count, PROMPT + NEW) as run:
+        run.finish([replace(r, trajectory_id=f"warm {r.trajectory_id}") for r in requests])
+        run.step_seconds.clear()
+        started = time.perf_counter()
+        finished = run.finish(requests)
+        seconds = time.perf_counter() - started
+        step_ms = statistics.median(run.step_seconds) * 1e3
+    with Run(model, 1, PROMPT + NEW, graphs=False, steps_in_flight=0) as alone:
+        check(same(finished["t1"], alone.finish(requests[1:2])["t1"]), f"company of {count} changes no bit")
+    return {
+        f"tokens_per_s_{count}": figure(count * NEW / seconds, "tokens/s", f">= {_TARGETS[count]:.0f}"),
+        f"decode_step_ms_{count}": figure(step_ms, "ms", ""),
+    }
+
+
+class _NoLog:
+    """Takes the place of the log where its cost is measured."""
+
+    acknowledged = 0
+
+    def admit(self, trajectory_id: str, *, prompt_digest: bytes, prompt_tokens: int) -> int:
+        return 0
+
+    def append_step(self, numbers: Any, first_token_indices: Any, ids: Any, raw: Any, sampled: Any) -> int:
+        self.acknowledged += 1
+        return self.acknowledged
+
+    def append_finish(self, number: int, response_tokens: int, reason: str) -> int:
+        self.acknowledged += 1
+        return self.acknowledged
+
+    def commit(self) -> None: ...
+    def wait_local(self, sequence: int) -> None: ...
+
+
+class _Tape(_NoLog):
+    """Keeps what one trajectory sampled."""
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, float, float]] = []
+
+    def append_step(self, numbers: Any, first_token_indices: Any, ids: Any, raw: Any, sampled: Any) -> int:
+        self.tokens += zip(ids.tolist(), raw.tolist(), sampled.tolist(), strict=True)
+        return super().append_step(numbers, first_token_indices, ids, raw, sampled)
+
+
+def log_figures(model: Transformer, count: int = 64) -> dict[str, Any]:
+    """What the log adds to a decode step, by turns with and without it."""
+    with Run(model, count, PROMPT + NEW) as logged, Run(model, count, PROMPT + NEW) as plain:
+        plain.engine.log = _NoLog()
+        steps: dict[Run, list[float]] = {logged: [], plain: []}
+        for turn in range(4):
+            for one in steps:
+                one.step_seconds.clear()
+                one.finish(random_requests(model, count, PROMPT, NEW, prefix=f"{turn} "))
+                if turn:
+                    steps[one].append(statistics.median(one.step_seconds))
+    overhead = statistics.median(a / b for a, b in zip(steps[logged], steps[plain], strict=True)) - 1
+    return {"log_overhead_percent": figure(100 * overhead, "%", "<= 2")}
+
+
+def prefill_figures(model: Transformer, count: int = 16, prompt: int = 32768) -> dict[str, Any]:
+    """Tokens a second from the first step to the last prompt's first sampled token."""
+    with Run(model, count, prompt + 1) as run:
+        run.finish(random_requests(model, 1, 20000, 1, prefix="warm "))
+        started = time.perf_counter()
+        run.finish(random_requests(model, count, prompt, 1))
+        seconds = time.perf_counter() - started
+    return {f"prefill_tokens_per_s_{count}x{prompt}": figure(count * prompt / seconds, "tokens/s", ">= 100000")}
+
+
+def bits_figures(model: Transformer) -> dict[str, Any]:
+    """Resumptions in the middle, half of them with KV and half from the log, in batches of 1 to 256."""
+    requests = random_requests(model, 256, PROMPT, 40)
+    with Run(model, 256, PROMPT + 40) as run:
+        whole = run.finish(requests)
+    spills: dict[str, bytes] = {}
+    with Run(model, 256, PROMPT + 40) as run:
+        run.add(requests)
+        while run.engine.live()["t0"] < 20:
+            run.step()
+        run.engine.spill(lambda name, data: spills.update({name.removesuffix(".kv"): data}) or True, math.inf)
+        layout = run.engine.kv_layout
+    compared = 0
+    for count in (1, 2, 3, 15, 16, 17, 64, 100, 129, 256):
+        resumed = []
+        for index, request in enumerate(requests[:count]):
+            part = _logged(request, whole[request.trajectory_id], 20)
+            if index % 2 == count % 2:
+                ids = [*part.prompt_ids, *part.logged_ids]
+                kv = decode_kv(spills[part.trajectory_id], "", layout, part.trajectory_id, ids)
+                part = replace(part, kv=kv)
+            resumed.append(part)
+        with Run(model, count, PROMPT + 40) as run:
+            finished = run.finish(resumed)
+        check(all(same(finished[i], whole[i]) for i in finished), f"{count} resumed trajectories equal whole ones")
+        check(sum(f.num_kv_restores for f in finished.values()) > 0 or count == 1, "KV was restored")
+        compared += count
+    return {"resumed_with_equal_bits": figure(compared, "trajectories", "")}
+
+
+def _logged(request: Request, whole: Finished, count: int) -> Request:
+    return replace(
+        request, logged_ids=whole.response_ids[:count], logged_raw=whole.logprobs_raw[:count],
+        logged_sampled=whole.logprobs_sampled[:count],
+    )  # fmt: skip
+
+
+def resume_figures(model: Transformer, prompt: int) -> dict[str, Any]:
+    """Time to the next token of a trajectory with its KV in page-locked host memory, and from its log alone; time to
+    write that KV as an object and to read it again."""
+    (request,) = random_requests(model, 1, prompt, 16)
+    spilled: list[bytes] = []
+    with Run(model, 1, prompt + 16) as run:
+        whole = run.finish([request])["t0"]
+    with Run(model, 1, prompt + 16) as run:
+        run.add([request])
+        while run.engine.live()["t0"] < 9:
+            run.step()
+        started = time.perf_counter()
+        run.engine.spill(lambda name, data: spilled.append(data) or True, math.inf)
+        spill_s = time.perf_counter() - started
+        layout = run.engine.kv_layout
+    part = _logged(request, whole, 8)
+    started = time.perf_counter()
+    kv = decode_kv(spilled[0], "", layout, "t0", [*part.prompt_ids, *part.logged_ids])
+    read_s = time.perf_counter() - started
+    size = len(spilled.pop())
+    kv = SpilledKv(kv.k_MLGC.pin_memory(), kv.v_MLGC.pin_memory())
+    by_kv = _seconds_to_next_token(model, replace(part, kv=kv), whole)
+    by_prefill = _seconds_to_next_token(model, part, whole)
+    return {
+        f"resume_by_kv_ms_{prompt}": figure(by_kv * 1e3, "ms", ""),
+        f"resume_by_prefill_ms_{prompt}": figure(by_prefill * 1e3, "ms", ""),
+        f"kv_object_gb_{prompt}": figure(size / 1e9, "GB", ""),
+        f"kv_object_write_s_{prompt}": figure(spill_s, "s", ""),
+        f"kv_object_read_s_{prompt}": figure(read_s, "s", ""),
+    }
+
+
+def _seconds_to_next_token(model: Transformer, part: Request, whole: Finished) -> float:
+    with Run(model, 1, len(part.prompt_ids) + part.max_response_tokens) as run:
+        run.finish(random_requests(model, 1, 9000, 4, prefix="warm "))
+        started = time.perf_counter()
+        run.add([part])
+        while run.engine.live()[part.trajectory_id] == len(part.logged_ids):
+            run.step()
+        seconds = time.perf_counter() - started
+        check(same(run.finish()[part.trajectory_id], whole), "a resumed trajectory equals the whole one")
+    return seconds
+
+
+def mxfp4_figures(bf16_step_ms: float) -> dict[str, Any]:
+    """The same decode with MXFP4 weights in the linears."""
+    model = random_model(LLAMA, "mxfp4", "cuda")
+    step_ms = decode_figures(model, 64)["decode_step_ms_64"]["value"]
+    return {
+        "mxfp4_decode_step_ms_64": figure(step_ms, "ms", ""),
+        "mxfp4_speedup_64": figure(bf16_step_ms / step_ms, "x", ">= 1"),
+    }
+
+
+def long_figures(tokens: int = LONG) -> dict[str, Any]:
+    """A context of `tokens`: prefilled, decoded, spilled to the host, resumed. SmolLM2-135M's shape."""
+    model = random_model({**SMOLLM2, "max_position_embeddings": tokens}, "bf16", "cuda")
+    (request,) = random_requests(model, 1, tokens - 64, 64)
+    torch.cuda.reset_peak_memory_stats()
+    times: dict[str, float] = {}
+    spilled: list[bytes] = []
+
+    def timed(name: str, call: Any) -> Any:
+        started = time.perf_counter()
+        result = call()
+        times[name] = time.perf_counter() - started
+        return result
+
+    def until(run: Run, count: int) -> None:
+        while run.engine.live()["t0"] < count:
+            run.step()
+
+    with Run(model, 1, tokens) as run:
+        run.engine.log = tape = _Tape()
+        run.add([request])
+        timed("prefill", lambda: until(run, 1))
+        until(run, 8)
+        timed("decode", lambda: until(run, 40))
+        peak = torch.cuda.max_memory_allocated()
+        timed("spill", lambda: run.engine.spill(lambda name, data: spilled.append(data) or True, math.inf))
+        layout = run.engine.kv_layout
+    ids, raw, sampled = zip(*tape.tokens, strict=True)
+    part = replace(request, logged_ids=ids, logged_raw=raw, logged_sampled=sampled)
+    kv = timed("read", lambda: decode_kv(spilled[0], "", layout, "t0", [*part.prompt_ids, *part.logged_ids]))
+    with Run(model, 1, tokens) as run:
+        run.add([replace(part, kv=kv)])
+        timed("resume", lambda: until(run, len(ids) + 1))
+        finished = run.finish()["t0"]
+    check(len(finished.response_ids) == 64, "a resumed context of a million tokens goes on to its end")
+    return {
+        "million_prefill_s": figure(times["prefill"], "s", ""),
+        "million_decode_ms_a_token": figure(times["decode"] / 32 * 1e3, "ms", ""),
+        "million_peak_gib": figure(peak / 2**30, "GiB", ""),
+        "million_kv_object_gb": figure(len(spilled[0]) / 1e9, "GB", ""),
+        "million_kv_object_write_s": figure(times["spill"], "s", ""),
+        "million_kv_object_read_s": figure(times["read"], "s", ""),
+        "million_resume_s": figure(times["resume"], "s", ""),
+    }
