@@ -16,6 +16,8 @@ Shape letters: S rows, V vocabulary, B blocks of four ids in a part, P parts of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -48,25 +50,15 @@ def sample(
         return ids_S, raw_S, sampled_S
     # Without a cut nothing reads the second matrix.
     kept_SV = _cut(logits_SV / temperature, top_k, top_p) if cut else logits_SV
-    parts = triton.cdiv(num_ids, PART)
+    parts = -(-num_ids // PART)
     stats = torch.empty(rows, parts, 5 if scaled else 3, dtype=torch.float32, device=device)
     part_blocks = torch.empty(rows, parts, dtype=torch.int32, device=device)
     common = (logits_SV, kept_SV, logits_SV.stride(0), kept_SV.stride(0), 1 / temperature, stats, part_blocks, num_ids)
-    options = {"CUT": cut, "SCALED": scaled, "num_warps": _WARPS}
-    _draw[(parts, rows)](keys_S, positions_S, *common, BLOCKS=PART // 4, **options)
-    _merge[(rows,)](
-        *common,
-        keys_S,
-        positions_S,
-        ids_S,
-        raw_S,
-        sampled_S,
-        parts,
-        PARTS=triton.next_power_of_2(parts),
-        CUT=cut,
-        SCALED=scaled,
-        num_warps=1,
-    )
+    flags: dict[str, Any] = {"CUT": cut, "SCALED": scaled}
+    draw: dict[str, Any] = {"BLOCKS": PART // 4, "num_warps": _WARPS, **flags}
+    merge: dict[str, Any] = {"PARTS": triton.next_power_of_2(parts), "num_warps": 1, **flags}
+    _draw[(parts, rows)](keys_S, positions_S, *common, **draw)
+    _merge[(rows,)](keys_S, positions_S, *common, ids_S, raw_S, sampled_S, parts, **merge)
     return ids_S, raw_S, sampled_S
 
 
@@ -175,6 +167,8 @@ def _draw(
 
 @triton.jit
 def _merge(
+    keys_ptr,
+    positions_ptr,
     logits_ptr,
     kept_ptr,
     row_stride,
@@ -183,8 +177,6 @@ def _merge(
     stats_ptr,
     part_blocks_ptr,
     num_ids,
-    keys_ptr,
-    positions_ptr,
     ids_ptr,
     raw_ptr,
     sampled_ptr,

@@ -4,12 +4,13 @@ Interpreted on the CPU, where the hardware's approximate logarithm is NumPy's ex
 """
 
 # Triton calls kernels from kernels, which the type checker does not see.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import triton.language as tl
 from kernels.sampling import kernel, sample
 from schemas.errors import ContractError
 
-KERNEL = {"impl": "kernel"}
+KERNEL: dict[str, Any] = {"impl": "kernel"}
 
 
 @triton.jit
@@ -193,7 +194,7 @@ def test_no_rows(interpreted):
 )
 def test_what_does_not_fit_is_refused(change, expected):
     zeros = torch.zeros(2, dtype=torch.int64)
-    arguments = {"logits_SV": torch.zeros(2, 5), "keys_S": zeros, "positions_S": zeros} | change
+    arguments: dict[str, Any] = {"logits_SV": torch.zeros(2, 5), "keys_S": zeros, "positions_S": zeros} | change
     with pytest.raises(ContractError, match=expected):
         sample(**arguments)
 
@@ -201,7 +202,7 @@ def test_what_does_not_fit_is_refused(change, expected):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ids", [37, 4097, 128256, 151936])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 50, "top_p": 0.9}], ids=str)
-def test_rows_keep_their_bits_on_the_gpu(num_ids, options):
+def test_rows_keep_their_bits_on_the_gpu(num_ids, options: dict[str, Any]):
     inputs = case(300, num_ids, 5, device="cuda")
     whole = sample(*inputs, **options)
     if "top_k" not in options:
@@ -227,7 +228,8 @@ def test_frequencies_on_the_gpu():
 @pytest.mark.gpu
 def test_a_graph_holds_the_call():
     logits, keys, positions = case(64, 128256, 11, device="cuda")
-    for options in ({}, {"temperature": 0.7, "top_p": 0.9}):
+    several: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.7, "top_p": 0.9})
+    for options in several:
         expected = sample(logits, keys, positions + 1, **options)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
