@@ -47,6 +47,7 @@ def paged_attention(
     kv_tokens_S: torch.Tensor,
     *,
     split_tokens: int,
+    single_rows: bool = False,
     impl: Implementation | None = None,
 ) -> torch.Tensor:
     """Attend each row to its own sequence's cached keys, up to and including the row's own position.
@@ -57,21 +58,27 @@ def paged_attention(
     no row may see counts 0 times its value). page_table_SP, cu_rows_S1, kv_tokens_S: int32.
     Entries of the page table past a sequence's last page are not read. Scores are scaled by C ** -0.5.
     split_tokens: tokens between two cuts, a multiple of the page size or a divisor of it.
+    single_rows: every sequence has exactly one row, which the host cannot see in cu_rows_S1; it saves a launch.
     impl: None takes the kernel on CUDA and the reference elsewhere; a name forces one.
     Returns o_NHC in the dtype of q_NHC. Raises ContractError where sizes do not fit together.
     """
-    _check(q_NHC, k_cache_PTGC, v_cache_PTGC, page_table_SP, cu_rows_S1, kv_tokens_S, split_tokens)
+    _check(q_NHC, k_cache_PTGC, v_cache_PTGC, page_table_SP, cu_rows_S1, kv_tokens_S, split_tokens, single_rows)
     if impl is None:
         impl = "kernel" if q_NHC.is_cuda else "reference"
+    where = page_table_SP, cu_rows_S1, kv_tokens_S
     if impl == "kernel":
         # Triton is not installed, or has no driver, on machines that only run the reference.
-        from kernels.paged_attention.kernel import paged_attention as attend
-    else:
-        from kernels.paged_attention.reference import paged_attention as attend
-    return attend(q_NHC, k_cache_PTGC, v_cache_PTGC, page_table_SP, cu_rows_S1, kv_tokens_S, split_tokens=split_tokens)
+        from kernels.paged_attention import kernel
+
+        return kernel.paged_attention(
+            q_NHC, k_cache_PTGC, v_cache_PTGC, *where, split_tokens=split_tokens, single_rows=single_rows
+        )
+    from kernels.paged_attention import reference
+
+    return reference.paged_attention(q_NHC, k_cache_PTGC, v_cache_PTGC, *where, split_tokens=split_tokens)
 
 
-def _check(q_NHC, k_cache_PTGC, v_cache_PTGC, page_table_SP, cu_rows_S1, kv_tokens_S, split_tokens):
+def _check(q_NHC, k_cache_PTGC, v_cache_PTGC, page_table_SP, cu_rows_S1, kv_tokens_S, split_tokens, single_rows):
     heads, channels = q_NHC.shape[1:]
     page_tokens, kv_heads = k_cache_PTGC.shape[1:3]
     sequences = page_table_SP.shape[0]
@@ -83,6 +90,7 @@ def _check(q_NHC, k_cache_PTGC, v_cache_PTGC, page_table_SP, cu_rows_S1, kv_toke
         (cu_rows_S1.shape == (sequences + 1,), f"{sequences + 1} row offsets", tuple(cu_rows_S1.shape)),
         (kv_tokens_S.shape == (sequences,), f"{sequences} KV lengths", tuple(kv_tokens_S.shape)),
         (split_tokens > 0, "a positive split_tokens", split_tokens),
+        (not single_rows or len(q_NHC) == sequences, f"{sequences} single rows", len(q_NHC)),
         (
             split_tokens % page_tokens == 0 or page_tokens % split_tokens == 0,
             f"split_tokens a multiple or a divisor of the page size {page_tokens}",

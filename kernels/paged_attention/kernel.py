@@ -157,6 +157,7 @@ def paged_attention(
     kv_tokens_S: torch.Tensor,
     *,
     split_tokens: int,
+    single_rows: bool = False,
 ) -> torch.Tensor:
     """The contract of `kernels.paged_attention` for bf16 on CUDA: C 64 or 128, pages and cuts multiples of 64 tokens.
 
@@ -198,6 +199,6 @@ def paged_attention(
         acc, stats, cu_rows_S1, kv_tokens_S, o_NHC, cuts, BLOCK_H=4, num_warps=4, **sizes
     )
     # As many sequences as rows may still hide a chunk beside an empty sequence; one row cannot.
-    if rows > 1:
+    if rows > 1 and not single_rows:
         prefill.prefill(q_NHC, *caches, *tables, o_NHC, scale, tile)
     return o_NHC

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.paged_attention import paged_attention, write_kv
+from kernels.paged_attention import paged_attention
+from kernels.rows import rotate_into_pages
 from kernels.sampling import sample
-from ml.model import Transformer
+from ml.model import Rotation, Transformer
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.scheduler import Admitted, Chunk, Plan, Sequence
@@ -173,6 +174,7 @@ class Runner:
             table_SP=self.tables[:, :width].index_select(0, slots_D),
             cu_rows_S1=torch.arange(len(ids_D) + 1, dtype=torch.int32, device=self.device),
             kv_tokens_S=rows_4D[1] + 1,
+            single_rows=True,
         )
 
     def _chunk_rows(self, chunks: Seq[Chunk]) -> _Part:
@@ -193,6 +195,7 @@ class Runner:
             table_SP=self.tables[:, :width].index_select(0, self._upload(slots)),
             cu_rows_S1=self._upload(np.cumsum([0, *counts], dtype=np.int32)),
             kv_tokens_S=self._upload(np.array(ends, np.int32)),
+            single_rows=False,
         )
 
     def _states(self, parts: Seq[_Part]) -> torch.Tensor:
@@ -251,6 +254,7 @@ class _Part:
     table_SP: torch.Tensor
     cu_rows_S1: torch.Tensor
     kv_tokens_S: torch.Tensor
+    single_rows: bool
 
 
 class _PagedAttention:
@@ -259,12 +263,12 @@ class _PagedAttention:
     def __init__(self, runner: Runner, parts: Seq[_Part], kv_slots_N: torch.Tensor) -> None:
         self.runner, self.parts, self.kv_slots_N = runner, parts, kv_slots_N
 
-    def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC) -> torch.Tensor:
+    def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC, rotation: Rotation) -> torch.Tensor:
         k_PTGC, v_PTGC = self.runner.k_LPTGC[layer_index], self.runner.v_LPTGC[layer_index]
-        write_kv(k_NGC, v_NGC, k_PTGC, v_PTGC, self.kv_slots_N)
+        q_NHC = rotate_into_pages(q_NHC, k_NGC, v_NGC, *rotation, k_PTGC, v_PTGC, self.kv_slots_N)
         o_NHC = [
             paged_attention(q, k_PTGC, v_PTGC, part.table_SP, part.cu_rows_S1, part.kv_tokens_S,
-                            split_tokens=self.runner.split_tokens)
+                            split_tokens=self.runner.split_tokens, single_rows=part.single_rows)
             for part, q in zip(self.parts, q_NHC.split([len(part.ids_N) for part in self.parts]), strict=True)
         ]  # fmt: skip
         return o_NHC[0] if len(o_NHC) == 1 else torch.cat(o_NHC)

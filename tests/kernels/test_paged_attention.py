@@ -72,6 +72,7 @@ def test_write_kv_touches_only_the_named_slots():
         (lambda c: {"kv_tokens_S": c[5][:-1]}, "KV lengths"),
         (lambda c: {"split_tokens": 0}, "positive"),
         (lambda c: {"split_tokens": 12}, "page size 8"),
+        (lambda c: {"single_rows": True}, "2 single rows"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, expected):
@@ -87,11 +88,11 @@ def test_sizes_that_do_not_fit_are_refused(change, expected):
 def test_decode_kernel_interpreted(triton_interpreter, monkeypatch, group, split_tokens):
     from kernels.paged_attention import kernel
 
-    # Sequences of one row only: prefill would have nothing to do, and Gluon cannot be interpreted.
-    monkeypatch.setattr(kernel.prefill, "prefill", lambda *arguments: None)
+    # Gluon cannot be interpreted; with single rows nothing asks for it.
+    monkeypatch.delattr(kernel.prefill, "prefill")
     kv_tokens = [1, 63, 64, 65, 200, 257]
     case = make_case(kv_tokens, [1] * 6, kv_heads=2, heads=2 * group, channels=64, page_tokens=64, dtype=torch.float32)
-    actual = kernel.paged_attention(*case, split_tokens=split_tokens)
+    actual = kernel.paged_attention(*case, split_tokens=split_tokens, single_rows=True)
     assert error(actual, oracle(*case)) < 1e-6
     # A row alone in its call keeps its bits.
     q, k, v, table, _, kv = case
@@ -155,6 +156,7 @@ def test_rows_keep_their_bits_on_the_gpu(channels, page_tokens, split_tokens):
             torch.arange(len(places) + 1, dtype=torch.int32, device="cuda"),
             torch.tensor([kv_tokens[sequence] - count + p + 1 for p in places], dtype=torch.int32, device="cuda"),
             split_tokens=split_tokens,
+            single_rows=True,
         )
         assert torch.equal(alone, together[chosen])
         # The end of the chunk as a chunk of its own.
