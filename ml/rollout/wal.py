@@ -30,7 +30,9 @@ from schemas.errors import ContractError, OpdError, StoreError
 
 Upload = Callable[[int, bytes], object]
 _ROOM_BYTES = 1 << 20
-_Record = tuple[int, int, bytes]  # type, sequence number, payload
+# A step waits as its five columns, to be encoded by whoever writes the group: the engine pays for copies alone.
+_Payload = bytes | list[np.ndarray]
+_Record = tuple[int, int, _Payload]  # type, sequence number, payload
 
 
 class Disk:
@@ -102,7 +104,7 @@ class _SegmentFile:
     def write_group(self, group: list[_Record]) -> None:
         data = b"".join(
             [
-                fmt.encode_frame(self._salt_crc, kind, sequence, payload, place)
+                fmt.encode_frame(self._salt_crc, kind, sequence, _encoded(payload), place)
                 for place, (kind, sequence, payload) in enumerate(group)
             ]
         )
@@ -123,6 +125,13 @@ class _SegmentFile:
 
     def abandon(self) -> None:
         self._disk.close(self._fd)
+
+
+def _encoded(payload: _Payload) -> bytes:
+    if isinstance(payload, bytes):
+        return payload
+    numbers, firsts, ids, raw, sampled = payload
+    return fmt.encode_step(numbers, firsts, np.ones(len(numbers), np.uint32), ids, raw, sampled)
 
 
 def _make_folder(disk: Disk, folder: Path) -> None:
@@ -198,10 +207,11 @@ class TokenLog:
         numbers: as `admit` gave them. first_token_indices: response tokens that stand before the token. ids: int32.
         raw, sampled: float32 log-probabilities. Raises ValueError when the columns differ in length.
         """
-        if len(ids) != len(numbers):
-            raise ValueError(f"{len(numbers)} trajectories, but {len(ids)} tokens")
-        ones = np.ones(len(numbers), np.uint32)
-        return self._append(fmt.STEP, fmt.encode_step(numbers, first_token_indices, ones, ids, raw, sampled))
+        columns = [np.array(column, np.int32) for column in (numbers, first_token_indices, ids)]
+        columns += [np.array(column, np.float32) for column in (raw, sampled)]
+        if any(column.shape != (len(columns[0]),) for column in columns):
+            raise ValueError(f"a step needs columns of one length, not {[column.shape for column in columns]}")
+        return self._append(fmt.STEP, columns)
 
     def append_observation(self, number: int, first_token_index: int, ids: fmt.Ints) -> int:
         """Response tokens that came from the environment: mask 0, no log-probability."""
@@ -217,10 +227,11 @@ class TokenLog:
     def append_finish(self, number: int, response_tokens: int, reason: str) -> int:
         return self._append(fmt.FINISH, fmt.encode_finish(number, response_tokens, reason))
 
-    def _append(self, record_type: int, payload: bytes) -> int:
-        if len(payload) > fmt.MAX_PAYLOAD_BYTES:
+    def _append(self, record_type: int, payload: _Payload) -> int:
+        size = len(payload) if isinstance(payload, bytes) else fmt.step_bytes(len(payload[0]))
+        if size > fmt.MAX_PAYLOAD_BYTES:
             limit = f"a record of at most {fmt.MAX_PAYLOAD_BYTES} bytes"
-            raise ContractError(f"token log {self.folder}", expected=limit, found=f"{len(payload)} bytes")
+            raise ContractError(f"token log {self.folder}", expected=limit, found=f"{size} bytes")
         with self._progress:
             self._raise_failure()
             if self._closing:
@@ -249,7 +260,7 @@ class TokenLog:
 
     def wait_local(self, sequence: int) -> None:
         """Commits everything appended so far and waits until `acknowledged` >= sequence."""
-        if self._file_lock.acquire(blocking=False):
+        if self._acknowledged < sequence and self._file_lock.acquire(blocking=False):
             try:
                 with self._work:
                     self._collect()

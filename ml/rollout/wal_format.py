@@ -41,8 +41,6 @@ _SPILL = struct.Struct("<IIQ32sH")
 _FINISH = struct.Struct("<IIH")
 _SEAL = struct.Struct("<Q32s")
 
-_U4, _I4, _F4 = np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
-
 SET_ASIDE = (
     "move this segment and the later ones of its epoch away, then start the worker again: what they held is sampled "
     "again and comes out the same"
@@ -168,14 +166,16 @@ def encode_admit(admit: Admit) -> bytes:
     )  # fmt: skip
 
 
+def step_bytes(num_tokens: int) -> int:
+    """Bytes of a step's payload with one token an entry."""
+    return _TWO.size + 24 * num_tokens
+
+
 def encode_step(numbers: Ints, firsts: Ints, counts: Ints, ids: Ints, raw: Floats, sampled: Floats) -> bytes:
-    """Columns as `decode_step` returns them; the counts add up to the ids. ValueError when lengths do not agree."""
-    n, first, count = np.asarray(numbers, _U4), np.asarray(firsts, _U4), np.asarray(counts, _U4)
-    i, r, s = np.asarray(ids, _I4), np.asarray(raw, _F4), np.asarray(sampled, _F4)
-    if not (n.ndim == i.ndim == 1 and n.shape == first.shape == count.shape and i.shape == r.shape == s.shape):
-        raise ValueError("a step needs as many numbers as first indices and as many log-probabilities as ids")
-    heads = (_TWO.pack(len(n), len(i)), n.tobytes(), first.tobytes(), count.tobytes())
-    return b"".join((*heads, i.tobytes(), r.tobytes(), s.tobytes()))
+    """Columns as `decode_step` returns them: heads of one length, whose counts add up to that of the others."""
+    columns = [*(np.asarray(c, "<u4") for c in (numbers, firsts, counts)), np.asarray(ids, "<i4"),
+               *(np.asarray(c, "<f4") for c in (raw, sampled))]  # fmt: skip
+    return _TWO.pack(len(numbers), len(ids)) + b"".join([column.tobytes() for column in columns])
 
 
 def encode_observation(number: int, first_token_index: int, ids: Ints) -> bytes:

@@ -373,7 +373,7 @@ def test_step_with_unequal_columns_is_refused(tmp_path):
         for columns in ([[number], [0], [4, 5], [-1.0], [-1.0]], [[number], [0, 1], [4], [-1.0], [-1.0]],
                         [[number], [0], [4], [-1.0], [-1.0] * 2], [[number], [0], [4] * 2, [-1.0] * 2, [-1.0] * 2],
                         [[number], [0], [[4]], [[-1.0]], [[-1.0]]]):  # fmt: skip
-            with pytest.raises(ValueError, match=r"a step needs|trajectories, but"):
+            with pytest.raises(ValueError, match="columns of one length"):
                 log.append_step(*columns)
         log.append_step([number], [0], [4], [-1.0], [-1.0])
     assert recover(read_folder(tmp_path / "log"), "log").num_tokens == 1
