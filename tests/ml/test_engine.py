@@ -217,3 +217,32 @@ def test_spill_goes_on_until_a_write_is_too_late():
     records = one.spill(write, time.monotonic() + 60)
     assert names == ["a.kv", "b.kv", "d.kv", "c.kv"]
     assert [r.trajectory_id for r in records] == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_what_runs_ahead_of_a_stop_token_is_not_logged(steps_in_flight):
+    log = MemoryLog()
+    one = engine(models("llama")[1], replace(CONFIG, steps_in_flight=steps_in_flight), log=log)
+    for request in requests(20, seed=3):
+        one.add(request)
+    finished = run(one)
+    assert "stop" in {f.finish_reason for f in finished.values()}
+    for name, f in finished.items():
+        columns = f.response_ids, f.logprobs_raw, f.logprobs_sampled
+        assert log.tokens[name] == list(zip(*columns, strict=True))
+        assert log.finishes[name] == (len(f.response_ids), f.finish_reason)
+
+
+def test_kv_of_a_paused_trajectory_is_spilled_too():
+    _, ours, _ = models("llama")
+    one = engine(ours, replace(CONFIG, num_pages=9), stop_ids=())
+    for name in "abcd":
+        one.add(Request(name, (1, 2, 3, ord(name) - 90), ord(name), 40))
+    written: dict[str, bytes] = {}
+    for _ in range(21):
+        one.step()
+    tokens = one.live()
+    records = one.spill(lambda name, data: written.update({name: data}) or True, time.monotonic() + 60)
+    assert len({r.positions for r in records}) > 1  # one of them stopped earlier, to make room
+    assert {r.trajectory_id: r.positions for r in records} == {name: 3 + count for name, count in tokens.items()}
+    assert set(written) == {f"{name}.kv" for name in "abcd"}
