@@ -54,10 +54,14 @@ class _Log:
         self.num_steps = self._last = 0
         self.log.wait_local(sequences)
 
-    def append(self) -> int:
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """Of the next step, as an engine has them at hand."""
         row, firsts = self.num_steps % _ROUND_STEPS, np.full(len(self.numbers), self.num_steps, np.int32)
         self.num_steps += 1
-        return self.log.append_step(self.numbers, firsts, self.ids[row], self.logprobs[row], self.logprobs[row])
+        return self.numbers, firsts, self.ids[row], self.logprobs[row], self.logprobs[row]
+
+    def append(self) -> int:
+        return self.log.append_step(*self.columns())
 
     def step_waiting(self) -> None:
         self.log.wait_local(self.append())
@@ -221,8 +225,9 @@ def _handover(folder: Path, sequences: int, steps: int) -> float:
     """Median seconds that logging takes of the thread that runs the engine, which sleeps in the rest of its step."""
     log, taken = _Log(folder, sequences), []
     for _ in range(steps):
+        columns = log.columns()
         started = time.perf_counter()
-        log.append()
+        log.log.append_step(*columns)
         log.log.commit()
         taken.append(time.perf_counter() - started)
         time.sleep(max(0.0, _STEP_SECONDS - taken[-1]))
