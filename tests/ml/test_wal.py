@@ -336,7 +336,7 @@ def test_segment_is_sealed_by_age_without_another_append(tmp_path):
 def test_failed_upload_stops_the_log_and_keeps_what_is_local(tmp_path):
     def upload(number: int, data: bytes) -> None:
         if number:
-            raise StoreError("s3://bucket", found="503")
+            raise StoreError("s3://bucket", expected="the object written", found="503")
 
     log = TokenLog(tmp_path / "log", HEADER, upload=upload)
     number = log.admit("t", prompt_digest=bytes(32), prompt_tokens=1)
@@ -436,6 +436,34 @@ def step(number: int, first: int, count: int = 1) -> tuple[int, bytes]:
 def test_impossible_content_is_refused(records, message):
     with pytest.raises(FormatError, match=message):
         recover([("000000.seg", segment_of(*records))], "log")
+
+
+STEP = step(0, 0)[1]
+PAYLOADS = st.one_of(
+    st.tuples(st.integers(1, 6), st.binary(max_size=80)),
+    # Nearly right: a record with one of its words replaced.
+    st.builds(
+        lambda record, at, word: (record[0], record[1][: 4 * at] + word + record[1][4 * at + 4 :]),
+        st.sampled_from([ADMIT, (fmt.STEP, STEP), (fmt.STEP, step(0, 1, 3)[1]),
+                         (fmt.OBSERVATION, fmt.encode_observation(0, 1, [5, 6])),
+                         (fmt.FINISH, fmt.encode_finish(0, 1, "stop")),
+                         (fmt.SPILL, fmt.encode_spill(0, fmt.Spill(1, 2, bytes(32), "k"))),
+                         (fmt.INTENT, fmt.encode_intent(0, fmt.Intent(1, b"act")))]),
+        st.integers(0, 12), st.sampled_from([bytes(4), b"\1\0\0\0", b"\2\0\0\0", b"\xff" * 4, b"\xff\xff\xff\x7f"]),
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PAYLOADS, max_size=4))
+def test_any_content_is_read_or_refused(records):
+    """Whatever stands in frames whose CRC holds: FormatError, or trajectories whose base says the same."""
+    try:
+        found = recover([("000000.seg", segment_of(ADMIT, (fmt.STEP, STEP), *records))], "log")
+    except FormatError:
+        return
+    base, _ = base_segment(found, HEADER, SALT)
+    assert repr(as_plain(recover([("base", base)], "log"))) == repr(as_plain(found))
 
 
 def test_chain_is_checked():

@@ -127,7 +127,7 @@ class Dying:
 
     def delete(self, key: str) -> None:
         if self._left == 0:
-            raise StoreError(key, found="killed")
+            raise StoreError(key, expected="to live", found="killed")
         self._left -= 1
         self._store.delete(key)
 
