@@ -119,22 +119,21 @@ def print_log(log: LogReport) -> None:
     if header is not None:
         print(f"run {header.run_id}, iteration {header.iteration}, partition {header.partition}, epoch {header.epoch}, "
               f"student {header.student_digest[:16]}")  # fmt: skip
-    segments = [
-        [s.name, s.state, s.size_bytes, s.num_records, s.first_sequence, s.last_sequence, s.torn_bytes]
-        for s in log.segments
-    ]
-    columns = ["segment", "state", "bytes", "records", "first", "last", "torn bytes"]
-    print_rows(columns, segments, as_json=False)
-    print("records  " + ", ".join(f"{count} {name}" for name, count in log.records.items()))
-    columns = ["number", "trajectory_id", "prompt", "sampled", "observed", "finish", "spilled", "preempted"]
-    rows = [
-        [
-            t["number"], t["trajectory_id"], t["prompt_tokens"], t["sampled"], t["observed"], t["finish_reason"] or "",
-            t["spilled_positions"] or "", t["num_preemptions"],
-        ]
-        for t in log.trajectories
-    ]  # fmt: skip
-    print_rows(columns, rows, as_json=False)
+    print(f"  {'segment':12}{'state':9}{'bytes':>12}{'records':>9}  sequence numbers")
+    for s in log.segments:
+        numbers = "" if s.first_sequence is None else f"{s.first_sequence} to {s.last_sequence}"
+        torn = f"  ({s.torn_bytes} bytes torn)" if s.torn_bytes else ""
+        print(f"  {s.name:12}{s.state:9}{s.size_bytes:12,}{s.num_records:9,}  {numbers}{torn}")
+    print(
+        f"  {'number':>6}{'prompt':>9}{'sampled':>9}{'observed':>9}{'KV spilled':>12}{'resumed':>9}  finish  trajectory_id"
+    )
+    for t in log.trajectories:
+        prompt, resumed = ("?" if t[name] is None else f"{t[name]:,}" for name in ("prompt_tokens", "num_preemptions"))
+        print(
+            f"  {t['number']:6}{prompt:>9}{t['sampled']:9,}{t['observed']:9,}{t['spilled_positions']:12,}{resumed:>9}"
+            f"  {t['finish_reason'] or '-':6}  {t['trajectory_id'] or '(admitted in an earlier segment)'}"
+        )
+    print("  " + ", ".join(f"{count:,} {name}" for name, count in log.records.items()) + f"; {log.num_tokens:,} tokens")
     _print_faults(log)
 
 
