@@ -124,13 +124,14 @@ def print_log(log: LogReport) -> None:
         numbers = "" if s.first_sequence is None else f"{s.first_sequence} to {s.last_sequence}"
         torn = f"  ({s.torn_bytes} bytes torn)" if s.torn_bytes else ""
         print(f"  {s.name:12}{s.state:9}{s.size_bytes:12,}{s.num_records:9,}  {numbers}{torn}")
-    print(
-        f"  {'number':>6}{'prompt':>9}{'sampled':>9}{'observed':>9}{'KV spilled':>12}{'resumed':>9}  finish  trajectory_id"
-    )
+    heads = f"{'prompt':>9}{'sampled':>9}{'observed':>9}{'KV spilled':>12}{'preempted':>11}"
+    print(f"  number{heads}  finish  trajectory_id")
     for t in log.trajectories:
-        prompt, resumed = ("?" if t[name] is None else f"{t[name]:,}" for name in ("prompt_tokens", "num_preemptions"))
+        prompt, preempted = (
+            "?" if t[name] is None else f"{t[name]:,}" for name in ("prompt_tokens", "num_preemptions")
+        )
         print(
-            f"  {t['number']:6}{prompt:>9}{t['sampled']:9,}{t['observed']:9,}{t['spilled_positions']:12,}{resumed:>9}"
+            f"  {t['number']:6}{prompt:>9}{t['sampled']:9,}{t['observed']:9,}{t['spilled_positions']:12,}{preempted:>11}"
             f"  {t['finish_reason'] or '-':6}  {t['trajectory_id'] or '(admitted in an earlier segment)'}"
         )
     print("  " + ", ".join(f"{count:,} {name}" for name, count in log.records.items()) + f"; {log.num_tokens:,} tokens")
