@@ -209,6 +209,12 @@ class RolloutEngine:
         self._note_acknowledged()
         return {i: t.durable for i, t in self._known.items()}
 
+    def kept_kv(self, trajectory_id: str) -> SpilledKv:
+        """KV of an unfinished trajectory's kept positions, on the host; steps in flight are waited for and dropped."""
+        self._drop_in_flight()
+        trajectory = self._unfinished[trajectory_id]
+        return trajectory.kv or SpilledKv(*self._runner.read_kv(trajectory.pages, trajectory.num_kept))
+
     def spill(self, write: Callable[[str, bytes], bool], deadline: float) -> list[SpillRecord]:
         """Write KV of unfinished trajectories until `deadline` (time.monotonic()), in the order of SpillQueue.
 
@@ -225,7 +231,7 @@ class RolloutEngine:
         while (chosen := queue.next()) is not None:
             started = time.monotonic()
             trajectory = self._unfinished[chosen.trajectory_id]
-            kv = trajectory.kv or SpilledKv(*self._runner.read_kv(trajectory.pages, trajectory.num_kept))
+            kv = self.kept_kv(trajectory.trajectory_id)
             data = encode_kv(kv, self.kv_layout, trajectory.trajectory_id, trajectory.tokens)
             name = f"{trajectory.trajectory_id}.kv"
             if not write(name, data):

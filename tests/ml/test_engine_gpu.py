@@ -19,7 +19,7 @@ from tests.rollout_world import PLAIN, MemoryLog, bits, run
 pytestmark = pytest.mark.gpu
 
 SIZES = {
-    "model_type": "qwen3", "vocab_size": 1021, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }  # fmt: skip
