@@ -131,9 +131,19 @@ class Rollout(Section):
     seal_seconds: float = operational(
         2.0, gt=0, description="a segment is sealed and uploaded at this age at the latest"
     )
-    grace_seconds: float = operational(20.0, gt=0, description="time to spill KV after SIGTERM")
+    grace_seconds: float = operational(
+        20.0, gt=0, description="from SIGTERM to the end of a worker; KV is spilled as long as it lasts"
+    )
+    stuck_seconds: float = operational(
+        600.0, gt=0, description="a worker whose oldest trajectory has no new token for so long is killed"
+    )
+    max_given_up: int = operational(
+        0, ge=0, description="trajectories of an iteration that may be given up because they keep killing workers"
+    )
     dead_after_seconds: float = operational(20.0, gt=0, description="a silent owner is taken for dead")
-    max_attempts: int = operational(4, gt=0, description="starts of one partition before the stage fails")
+    max_attempts: int = operational(
+        4, gt=0, description="starts of one partition in a row that bring no token before the stage fails"
+    )
 
 
 class Teach(Section):

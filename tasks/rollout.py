@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from schemas import keys
-from schemas.config import compute_dtype
+from schemas.config import RunConfig, compute_dtype
 from tasks.models import check_precisions, resolve_model, teacher_checks
 from tasks.prompts import prompts_of_iteration, read_prompts, split_prompts
 from tasks.rewards import check_verifiers
@@ -20,8 +21,9 @@ from tasks.room import Room
 from tasks.session import Session
 from tasks.stage import Stage, StageResult, commit, run_stage, slice_matches, table_entry
 from tasks.students import Student
+from tasks.suspects import check_given_up
 from tasks.text import Tokenizer
-from tasks.workers import run_workers
+from tasks.workers import Limits, run_workers
 
 
 def requests_of_iteration(
@@ -84,6 +86,8 @@ def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]], verifier_f
         metric("trajectories", float(len(rows))),
         metric("sampled_tokens", float(sum(r["sampled_tokens"] for r in rows))),
         metric("verifier_failures", float(verifier_failures)),
+        metric("given_up", float(sum(r["status"] == "given_up" for r in rows))),
+        metric("given_up_tokens", float(sum(r["response_tokens"] for r in rows if r["status"] == "given_up"))),
         metric("stopped_share", sum(r["finish_reason"] == "stop" for r in rows) / max(len(rows), 1)),
     ]
     for split in ("train", "heldout"):
@@ -93,11 +97,42 @@ def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]], verifier_f
     return metrics
 
 
+def worker_settings(
+    config: RunConfig, student: Student, stop_ids: Sequence[int], vocab_size: int, workers: int
+) -> dict[str, Any]:
+    """The part of a worker's work file that all iterations of a run share; `workers` share this machine's cores."""
+    rollout = config.rollout
+    return {
+        "root": config.data,
+        "run_id": config.run_id,
+        "student": {
+            "folder": str(student.folder), "precision": config.student.precision, "digest": student.version,
+        },
+        "compute": compute_dtype(config.student.precision),
+        "sampling": {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
+        "stop_ids": sorted(stop_ids),
+        "vocab_size": vocab_size,
+        "engine": {
+            "max_sequences": rollout.max_sequences,
+            "page_tokens": rollout.page_tokens,
+            "kv_bytes": rollout.kv_bytes,
+        },
+        "threads": rollout.threads or max(1, (os.cpu_count() or 1) // workers),
+        "seal_seconds": rollout.seal_seconds,
+        "grace_seconds": rollout.grace_seconds,
+        "dead_after_seconds": rollout.dead_after_seconds,
+        "verifier": {
+            "timeout_seconds": config.prompts.verifier_timeout_seconds,
+            "max_failures": config.prompts.max_verifier_failures,
+        },
+    }  # fmt: skip
+
+
 def rollout(session: Session, iteration: int, student: Student) -> StageResult:
     """Sample every trajectory of an iteration.
 
     Raises ContractError, before the first token, for a teacher that cannot teach this student, and StageError when a
-    partition keeps failing.
+    partition keeps failing or more trajectories are given up than the configuration allows.
     """
     config = session.config
     check_precisions(student.folder, config)
@@ -120,45 +155,25 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
 
     def execute(prefix: str, todo: dict[int, Any]) -> None:
         workers = min(config.rollout.workers, len(todo))
-        work = {
-            "root": config.data,
-            "run_id": config.run_id,
-            "iteration": iteration,
-            "stage_prefix": prefix,
-            "student": {
-                "folder": str(student.folder), "precision": config.student.precision, "digest": student.version,
-            },
-            "compute": compute_dtype(config.student.precision),
-            "sampling": {
-                "temperature": config.rollout.temperature, "top_k": config.rollout.top_k, "top_p": config.rollout.top_p,
-            },
-            "stop_ids": sorted(tokenizer.stop_ids),
-            "vocab_size": vocab_size,
-            "engine": {
-                "max_sequences": config.rollout.max_sequences,
-                "page_tokens": config.rollout.page_tokens,
-                "kv_bytes": config.rollout.kv_bytes,
-            },
-            "threads": config.rollout.threads or max(1, (os.cpu_count() or 1) // workers),
-            "seal_seconds": config.rollout.seal_seconds,
-            "grace_seconds": config.rollout.grace_seconds,
-            "dead_after_seconds": config.rollout.dead_after_seconds,
-            "verifier": {
-                "timeout_seconds": config.prompts.verifier_timeout_seconds,
-                "max_failures": config.prompts.max_verifier_failures,
-            },
+        work = worker_settings(config, student, tokenizer.stop_ids, vocab_size, workers) | {
+            "iteration": iteration, "stage_prefix": prefix,
         }  # fmt: skip
         reports.append(
             run_workers(
                 session, "rollout", iteration, work, todo,
                 workers=workers,
-                max_attempts=config.rollout.max_attempts,
-                grace_seconds=config.rollout.grace_seconds,
+                limits=Limits(
+                    max_attempts=config.rollout.max_attempts,
+                    grace_seconds=config.rollout.grace_seconds,
+                    stuck_seconds=config.rollout.stuck_seconds,
+                    max_given_up=config.rollout.max_given_up,
+                ),
                 kill_after_tokens=config.drill.kill_rollout_worker_after_tokens if iteration == 0 else 0,
             )
         )  # fmt: skip
 
     def derive(manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
+        check_given_up({i: m["given_up"] for i, m in manifests.items()}, config.rollout.max_given_up, iteration)
         failures = sum(m["stats"]["verifier_failures"] for m in manifests.values())
         metrics = _metrics(config.run_id, iteration, rows, failures)
         stats = {m["name"]: m["value"] for m in metrics}

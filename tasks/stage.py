@@ -185,10 +185,15 @@ def _stage_runs(session: Session, stage: Stage, mark: str, done: dict[int, lease
             "run_id": session.run_id, "iteration": stage.iteration, "stage": stage.name, "partition": index,
             "epoch": found.epoch, "status": "finished", "fingerprint": mark, "rows": found.manifest["num_rows"],
             "bytes": sum(o["bytes"] for o in found.manifest["objects"]),
-            "seconds": float(found.manifest["stats"].get("seconds", 0.0)), "error": None,
+            "seconds": float(found.manifest["stats"].get("seconds", 0.0)), "error": _error(found.manifest),
         }
         for index, found in done.items()
     ]  # fmt: skip
+
+
+def _error(manifest: Mapping[str, Any]) -> str | None:
+    """What went wrong in a partition that finished all the same: trajectories that were given up."""
+    return "; ".join(f"{i}: {text}" for i, text in manifest.get("given_up", {}).items()) or None
 
 
 def slice_matches(session: Session, table: str, entry: Mapping[str, Any]) -> bool:

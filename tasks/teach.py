@@ -18,7 +18,7 @@ from tasks.room import teacher_context
 from tasks.session import Session, read_table
 from tasks.stage import Stage, StageResult, run_stage
 from tasks.text import Tokenizer
-from tasks.workers import run_workers
+from tasks.workers import Limits, run_workers
 
 
 def _items(session: Session, iteration: int) -> dict[int, list[dict[str, Any]]]:
@@ -30,6 +30,8 @@ def _items(session: Session, iteration: int) -> dict[int, list[dict[str, Any]]]:
     contexts: dict[tuple[int, str], list[int]] = {}
     items: dict[int, list[dict[str, Any]]] = {i: [] for i in index_of.values()}
     for row in sorted(read_table(session, "trajectories", iteration=iteration), key=lambda r: r["trajectory_id"]):
+        if row["status"] == "given_up":
+            continue  # counted by the rollout stage; dispatch leaves it out as well
         if row["prompt_id"] not in prompts:
             raise ContractError(
                 f"opd.trajectories, {row['trajectory_id']}", expected="a prompt of this run", found=row["prompt_id"]
@@ -86,7 +88,7 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
         }
         run_workers(
             session, "teach", iteration, work, todo,
-            workers=workers, max_attempts=config.teach.max_attempts, grace_seconds=5.0, kill_after_tokens=0,
+            workers=workers, limits=Limits(max_attempts=config.teach.max_attempts, grace_seconds=5.0),
         )  # fmt: skip
 
     def derive(_manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):

@@ -2,17 +2,21 @@
 
 A worker that dies is started again on what it had left: its successor takes the next epoch and continues. One that
 reports an error of the family is not: the same input would fail again. A partition that fails `max_attempts` times
-fails the stage, with everything finished so far kept.
+without a new token in between fails the stage, with everything finished so far kept. A worker whose oldest trajectory
+does not go on is killed; the trajectory that keeps killing workers is found and given up, if that is allowed.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from infra import launch
 from infra.launch import RankCommand, RankProcess
@@ -20,6 +24,7 @@ from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
 from tasks.drill import Drill
 from tasks.session import Session
+from tasks.suspects import Suspects, check_given_up
 
 _POLL_SECONDS = 0.02
 
@@ -31,12 +36,37 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
     return str(path)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """max_attempts: starts of a partition in a row that bring no token. grace_seconds: from SIGTERM to SIGKILL.
+
+    stuck_seconds: a worker is killed when its oldest trajectory has no new token for so long. max_given_up:
+    trajectories of the stage that may be given up.
+    """
+
+    max_attempts: int
+    grace_seconds: float
+    stuck_seconds: float = math.inf
+    max_given_up: int = 0
+
+
+class Watcher(Protocol):
+    """A drill or a bench that interferes with the workers; called many times a second."""
+
+    def look(self, pool: Pool) -> None: ...
+
+
 class _Worker:
-    """One slot: its remaining partitions and its current process."""
+    """One slot: its remaining partitions and its current process.
+
+    still_seconds: since its oldest trajectory has gone on; silent_seconds: since its last report.
+    """
 
     def __init__(self, index: int, partitions: list[int]) -> None:
         self.index, self.left = index, partitions
         self.process: RankProcess | None = None
+        self.still_seconds = self.silent_seconds = 0.0
+        self.killed_because = ""
 
 
 class Pool:
@@ -57,21 +87,30 @@ class Pool:
         self.resumed: dict[int, dict[str, Any]] = {}
         self.progress: dict[int, tuple[int, int, str]] = {}
         self.attempts: Counter[int] = Counter()
+        self.suspects: dict[int, Suspects] = {}
+        self.given_up: dict[int, dict[str, str]] = {}
 
-    def run(self, *, max_attempts: int, grace_seconds: float, drill: Drill | None) -> None:
-        """Raises StageError when a partition keeps failing, or the error that a worker reported."""
+    def run(self, limits: Limits, watcher: Watcher | None = None) -> None:
+        """Raises StageError when a partition keeps failing or too many trajectories are given up, or the error that
+        a worker reported."""
         try:
             for worker in self.workers:
                 self._start(worker)
+            looked = time.monotonic()
             while any(worker.left for worker in self.workers):
                 time.sleep(_POLL_SECONDS)
+                # While this process stood still nobody was watched.
+                passed, looked = min(time.monotonic() - looked, 1.0), time.monotonic()
                 for worker in self.workers:
                     if worker.process is not None and worker.process.status is not None:
-                        self._ended(worker, worker.process, max_attempts)
-                if drill is not None:
-                    drill.look(self)
+                        self._ended(worker, worker.process, limits)
+                    else:
+                        self._watch(worker, passed, limits.stuck_seconds)
+                check_given_up(self.given_up, limits.max_given_up, self.iteration)
+                if watcher is not None:
+                    watcher.look(self)
         finally:
-            launch.stop([w.process for w in self.workers if w.process is not None], grace_seconds)
+            launch.stop([w.process for w in self.workers if w.process is not None], limits.grace_seconds)
 
     def owner_of(self, partition: int) -> RankProcess | None:
         """The live process that works on a partition now."""
@@ -89,7 +128,13 @@ class Pool:
             entry = dict(self.todo[partition])
             if partition in self.acknowledged:
                 entry["acknowledged"] = self.acknowledged[partition]
+            if partition in self.suspects:
+                entry["groups"] = self.suspects[partition].groups
+                entry["given_up"] = self.given_up.get(partition, {})
+                self.suspects[partition].started()
             entries.append(entry)
+        worker.still_seconds = worker.silent_seconds = 0.0
+        worker.killed_because = ""
         path = self.folder / f"worker-{worker.index}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.work | {"partitions": entries}))
@@ -107,8 +152,11 @@ class Pool:
         partition: int = message.get("partition", -1)
         if event == "ack":
             self.acknowledged[partition] = {"epoch": message["epoch"], "tokens": message["tokens"]}
+            worker.silent_seconds = 0.0
+            if self.suspects[partition].reported(message["tokens"], message["running"]):
+                worker.still_seconds = 0.0
         elif event == "resumed":
-            self.resumed[partition] = message
+            self._resumed(partition, message)
         elif event == "progress":
             self.progress[partition] = (message["done"], message["total"], message["unit"])
         elif event == "finished":
@@ -126,23 +174,57 @@ class Pool:
             expected = sum(total for _, total, _ in known) * len(self.todo) / len(known)
             self.session.progress(self.stage, sum(done for done, _, _ in known), round(expected), known[0][2])
 
-    def _ended(self, worker: _Worker, process: RankProcess, max_attempts: int) -> None:
+    def _ended(self, worker: _Worker, process: RankProcess, limits: Limits) -> None:
         if not worker.left:
             worker.process = None
             return
         if process.error is not None:
             raise error_from_json(process.error)
         if process.status != EXIT_PREEMPTED:
-            partition = worker.left[0]
-            self.attempts[partition] += 1
-            if self.attempts[partition] >= max_attempts:
-                raise StageError(
-                    f"{self.stage} of iteration {self.iteration}, partition {partition}",
-                    expected=f"to finish in {max_attempts} attempts", found=process.describe(),
-                    safe="finished partitions, and every logged token of this one",
-                    next_command=f"opd {self.stage} CONFIG --iteration {self.iteration}",
-                )  # fmt: skip
+            self._crashed(worker, process, limits)
         self._start(worker)
+
+    def _resumed(self, partition: int, message: dict[str, Any]) -> None:
+        before = self.resumed.get(partition, {"recovered": {}})
+        if sum(message["recovered"].values()) > sum(before["recovered"].values()):
+            self.attempts[partition] = 0
+        self.resumed[partition] = message
+        ids = sorted(r["trajectory_id"] for r in self.todo[partition]["requests"])
+        self.suspects.setdefault(partition, Suspects(ids)).resumed(message["recovered"])
+        if message["given_up"]:
+            self.given_up.setdefault(partition, {}).update(message["given_up"])
+
+    def _watch(self, worker: _Worker, seconds: float, stuck_seconds: float) -> None:
+        suspects = self.suspects.get(worker.left[0]) if worker.left else None
+        if worker.process is None or suspects is None or not suspects.running or worker.killed_because:
+            return
+        worker.still_seconds += seconds
+        worker.silent_seconds += seconds
+        if worker.still_seconds > stuck_seconds:
+            silent = worker.silent_seconds > stuck_seconds / 2
+            worker.killed_because = f"no {'step' if silent else 'token while others went on'} in {stuck_seconds:g} s"
+            worker.process.send(signal.SIGKILL)
+
+    def _crashed(self, worker: _Worker, process: RankProcess, limits: Limits) -> None:
+        partition, status = worker.left[0], process.status
+        suspects = self.suspects.get(partition)
+        self.attempts[partition] += 1
+        if suspects is not None and suspects.running:
+            assert status is not None
+            died = f"its worker ended with {signal.Signals(-status).name if status < 0 else f'exit status {status}'}"
+            stuck = "others went on" in worker.killed_because
+            found = suspects.crashed(worker.killed_because or died, stuck=stuck)
+            if found is not None:
+                self.given_up.setdefault(partition, {})[found.trajectory_id] = found.text
+            if suspects.struck:
+                return
+        if self.attempts[partition] >= limits.max_attempts:
+            raise StageError(
+                f"{self.stage} of iteration {self.iteration}, partition {partition}",
+                expected=f"to finish in {limits.max_attempts} attempts", found=process.describe(),
+                safe="finished partitions, and every logged token of this one",
+                next_command=f"opd {self.stage} CONFIG --iteration {self.iteration}",
+            )  # fmt: skip
 
 
 def run_workers(
@@ -153,14 +235,13 @@ def run_workers(
     todo: Mapping[int, Any],
     *,
     workers: int,
-    max_attempts: int,
-    grace_seconds: float,
-    kill_after_tokens: int,
+    limits: Limits,
+    kill_after_tokens: int = 0,
 ) -> dict[str, Any]:
     """Execute partitions in worker processes. Returns {"drill": {...}} when a worker was killed for the drill."""
     pool = Pool(session, stage, iteration, work, todo, workers)
     drill = Drill(kill_after_tokens) if kill_after_tokens else None
-    pool.run(max_attempts=max_attempts + (drill is not None), grace_seconds=grace_seconds, drill=drill)
+    pool.run(limits, drill)
     return {"drill": drill.result(session.store, work["stage_prefix"], pool.resumed)} if drill and drill.killed else {}
 
 

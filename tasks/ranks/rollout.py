@@ -12,14 +12,16 @@ finished go to the store, exit status 75. Nothing of an owner whose epoch is ove
 from __future__ import annotations
 
 import functools
+import hashlib
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ from tasks.ranks.rollout_results import Response, publish
 from tasks.rewards import Rewarder
 
 _REPORT_SECONDS = 0.25
+#: How the finish record of a trajectory that was given up begins; the rest says why.
+_ERROR = "error: "
 #: From the last seal to the end of the process: the lease is released, Python ends.
 _EXIT_SECONDS = 1.0
 
@@ -175,14 +179,15 @@ class Worker:
         common = {"run_id": self.work["run_id"], "iteration": self.work["iteration"], "partition": partition.index,
                   "student_version": self.work["student"]["digest"]}  # fmt: skip
         rewarder.start_partition()
-        manifest = publish(
-            self.store,
-            functools.partial(keys.owned_object, lease.owned, lease.epoch),
-            partition.requests,
-            [responses[r["trajectory_id"]] for r in partition.requests],
-            rewarder,
-            common,
-        )
+        with self.stop.at_once():  # every response is in the store: a later worker scores them again
+            manifest = publish(
+                self.store,
+                functools.partial(keys.owned_object, lease.owned, lease.epoch),
+                partition.requests,
+                [responses[r["trajectory_id"]] for r in partition.requests],
+                rewarder,
+                common,
+            )
         stats = {"verifier_failures": rewarder.failures, "seconds": time.monotonic() - started}
         return manifest | {"stats": manifest["stats"] | stats}
 
@@ -195,6 +200,8 @@ class Partition:
         self.work, self.store = worker.work, worker.store
         self.requests = sorted(entry["requests"], key=lambda r: r["trajectory_id"])
         self.acknowledged = entry.get("acknowledged")
+        self.groups: list[list[str]] = entry.get("groups", [[r["trajectory_id"] for r in self.requests]])
+        self.given_up: dict[str, str] = entry.get("given_up", {})
         self._reported = self._checked = time.monotonic()
 
     # --- sampling
@@ -204,19 +211,37 @@ class Partition:
         with self.worker.stop.at_once():
             base = self._newest_log()
             responses = _logged_responses(base)
-            resumed = self._resume(base)
-            if len(responses) < len(self.requests):
+            given_up = {i: text for i, text in self.given_up.items() if i not in responses}
+            resumed = self._resume(base, set(given_up))
+            if len(responses) + len(given_up) < len(self.requests):
                 _ = self.worker.model  # read here, where it is safe to be stopped
+        recovered = {t.trajectory_id: len(t.ids) for t in base.trajectories} if base else {}
         with self._open_log(base) as log:
+            responses |= self._give_up(log, base, given_up)
             self.worker.say(
                 "resumed", partition=self.index, epoch=self.lease.epoch,
-                recovered={t.trajectory_id: len(t.ids) for t in base.trajectories} if base else {},
+                recovered=recovered, given_up={i: r.error for i, r in responses.items() if r.error},
                 kv_restored=sum(r.kv is not None for r in resumed.values()),
                 prefill_rebuilt=sum(r.rebuilds for r in resumed.values()),
             )  # fmt: skip
             if len(responses) < len(self.requests):
-                self._run_engine(log, responses, resumed)
+                self._run_engine(log, recovered, responses, resumed)
         return responses
+
+    def _give_up(self, log: TokenLog, base: Recovered | None, given_up: dict[str, str]) -> dict[str, Response]:
+        """Ends trajectories where they stand, with the reason in the log; their responses so far."""
+        logged = base.by_id() if base else {}
+        ended = {}
+        for request in self.requests:
+            trajectory_id, prompt_ids = request["trajectory_id"], request["prompt_ids"]
+            if trajectory_id in given_up:
+                number = log.admit(
+                    trajectory_id, prompt_digest=_prompt_digest(prompt_ids), prompt_tokens=len(prompt_ids)
+                )
+                response = _logged_response(logged.get(trajectory_id), given_up[trajectory_id])
+                log.append_finish(number, len(response.ids), f"{_ERROR}{response.error}")
+                ended[trajectory_id] = response
+        return ended
 
     def _header(self) -> LogHeader:
         work = self.work
@@ -227,7 +252,7 @@ class Partition:
         requests = {r["trajectory_id"]: r for r in self.requests}
         for t in base.trajectories if base else ():
             request = requests.get(t.trajectory_id)
-            digest = keys.digest_bytes(np.array(request["prompt_ids"], "<i4").tobytes()) if request else "no request"
+            digest = _prompt_digest(request["prompt_ids"]).hex() if request else "no request"
             if digest != t.admit.prompt_digest.hex():
                 raise ContractError(
                     f"{base.name if base else ''}, trajectory {t.trajectory_id}",
@@ -235,12 +260,12 @@ class Partition:
                 )  # fmt: skip
         return base
 
-    def _resume(self, base: Recovered | None) -> dict[str, Resumed]:
+    def _resume(self, base: Recovered | None, given_up: set[str]) -> dict[str, Resumed]:
         """What goes on from the log; the base's own counts are brought up to date."""
         prompts = {r["trajectory_id"]: r["prompt_ids"] for r in self.requests}
         resumed = {}
         for t in base.trajectories if base else ():
-            if t.finish_reason is None:
+            if t.finish_reason is None and t.trajectory_id not in given_up:
                 r = resumed[t.trajectory_id] = Resumed(t, self._spilled_kv(t, prompts[t.trajectory_id]))
                 t.admit = replace(
                     t.admit,
@@ -280,27 +305,39 @@ class Partition:
             seal_seconds=self.work["seal_seconds"], upload=upload,
         )  # fmt: skip
 
-    def _run_engine(self, log: TokenLog, responses: dict[str, Response], resumed: dict[str, Resumed]) -> None:
+    def _run_engine(
+        self, log: TokenLog, recovered: dict[str, int], responses: dict[str, Response], resumed: dict[str, Resumed]
+    ) -> None:
+        """Every response there is; one group of trajectories after another, since a suspect may have to be alone."""
         work = self.work
         engine = RolloutEngine(
             self.worker.model, self._engine_config(), SamplingParams(**work["sampling"]), work["stop_ids"],
             work["vocab_size"], log,
         )  # fmt: skip
-        for request in self.requests:
-            if request["trajectory_id"] not in responses:
-                engine.add(_engine_request(request, resumed.get(request["trajectory_id"])))
-        done = {i: len(r.ids) for i, r in responses.items()}
-        while engine.has_work():
-            for finished in engine.step():
-                known = resumed.get(finished.trajectory_id)
-                responses[finished.trajectory_id] = _sampled_response(finished, known)
-            self._report(done | engine.live(), len(responses))
-            if self.worker.stop.arrived is not None and engine.has_work():
-                self._spill(log, engine, self.worker.stop.arrived)
-                self._report(done | engine.live(), len(responses), now=True)
-                raise Preempted
+        requests = {r["trajectory_id"]: r for r in self.requests}
+        for group in self.groups:
+            unfinished = {i: None for i in group if i not in responses}
+            for trajectory_id in unfinished:
+                engine.add(_engine_request(requests[trajectory_id], resumed.get(trajectory_id)))
+            self._report(recovered | engine.live(), unfinished, responses, now=True)
+            gained = False
+            while engine.has_work():
+                for finished in engine.step():
+                    known = resumed.get(finished.trajectory_id)
+                    responses[finished.trajectory_id] = _sampled_response(finished, known)
+                    del unfinished[finished.trajectory_id]
+                if not gained or time.monotonic() - self._reported > _REPORT_SECONDS:
+                    tokens = recovered | engine.live()
+                    # The first token is told at once: what has gone on is not what the worker may die of next.
+                    first = not gained and any(tokens[i] > recovered.get(i, 0) for i in group)
+                    gained = gained or first
+                    self._report(tokens, unfinished, responses, now=first)
+                if self.worker.stop.arrived is not None and engine.has_work():
+                    self._spill(log, engine, self.worker.stop.arrived)
+                    self._report(recovered | engine.live(), unfinished, responses, now=True)
+                    raise Preempted
         log.seal()
-        self._report(done | engine.live(), len(responses), now=True)
+        self._report(recovered | engine.live(), {}, responses, now=True)
 
     def _engine_config(self) -> EngineConfig:
         sizes, config = self.work["engine"], self.worker.model.config
@@ -344,27 +381,44 @@ class Partition:
             log.append_spill(log.number(record.trajectory_id), spill)
         log.seal()
 
-    def _report(self, tokens: dict[str, int], num_finished: int, *, now: bool = False) -> None:
+    def _report(
+        self, tokens: dict[str, int], unfinished: Iterable[str], responses: Sized, *, now: bool = False
+    ) -> None:
+        """tokens: durable, of every trajectory that has any. unfinished: of the group, in order of admission."""
         clock = time.monotonic()
         if clock - self._checked > self.work["dead_after_seconds"] / 5:
             self._checked = clock
             self.lease.check()
         if now or clock - self._reported > _REPORT_SECONDS:
             self._reported = clock
-            self.worker.say("ack", partition=self.index, epoch=self.lease.epoch, tokens=tokens)
-            self.worker.say("progress", partition=self.index, done=num_finished, total=len(self.requests),
+            running = list(islice(unfinished, self.work["engine"]["max_sequences"]))
+            self.worker.say("ack", partition=self.index, epoch=self.lease.epoch, tokens=tokens, running=running)
+            self.worker.say("progress", partition=self.index, done=len(responses), total=len(self.requests),
                             unit="trajectories")  # fmt: skip
 
 
+def _prompt_digest(prompt_ids: list[int]) -> bytes:
+    return hashlib.sha256(np.array(prompt_ids, "<i4").tobytes()).digest()
+
+
 def _logged_responses(log: Recovered | None) -> dict[str, Response]:
-    return {
-        t.trajectory_id: Response(
-            t.ids, t.logprobs_raw, t.logprobs_sampled, t.sampled_mask, t.finish_reason,
-            t.admit.num_preemptions, t.admit.num_kv_restores, t.admit.num_prefill_rebuilds,
-        )
-        for t in (log.trajectories if log else ())
-        if t.finish_reason is not None
-    }  # fmt: skip
+    responses = {}
+    for t in log.trajectories if log else ():
+        if t.finish_reason is not None:
+            error = t.finish_reason.removeprefix(_ERROR) if t.finish_reason.startswith(_ERROR) else ""
+            responses[t.trajectory_id] = _logged_response(t, error)
+    return responses
+
+
+def _logged_response(t: LoggedTrajectory | None, error: str) -> Response:
+    """error: why it is given up, else empty. t is None when nothing of it was ever logged."""
+    if t is None:
+        ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+        return Response(ids, logprobs, logprobs, np.empty(0, np.uint8), "error", error=error)
+    return Response(
+        t.ids, t.logprobs_raw, t.logprobs_sampled, t.sampled_mask, "error" if error else t.finish_reason or "",
+        t.admit.num_preemptions, t.admit.num_kv_restores, t.admit.num_prefill_rebuilds, error,
+    )  # fmt: skip
 
 
 def _sampled_response(f: Finished, resumed: Resumed | None) -> Response:

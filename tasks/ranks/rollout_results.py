@@ -20,7 +20,10 @@ from schemas import keys, shards
 
 @dataclass(frozen=True)
 class Response:
-    """A finished trajectory's columns, [response tokens] each: int32, float32, float32, uint8."""
+    """A finished trajectory's columns, [response tokens] each: int32, float32, float32, uint8.
+
+    error: why it was given up at this length; empty for all others.
+    """
 
     ids: np.ndarray
     logprobs_raw: np.ndarray
@@ -30,6 +33,7 @@ class Response:
     num_preemptions: int = 0
     num_kv_restores: int = 0
     num_prefill_rebuilds: int = 0
+    error: str = ""
 
 
 def publish(
@@ -51,7 +55,8 @@ def publish(
     rows, first_prompt_row, first_row = [], 0, 0
     for request, response in zip(requests, responses, strict=True):
         start = {"first_prompt_row": first_prompt_row, "first_row": first_row}
-        rows.append(common | placed | start | _row(request, response, reward(request, response.ids.tolist())))
+        value = None if response.error else reward(request, response.ids.tolist())
+        rows.append(common | placed | start | _row(request, response, value))
         first_prompt_row += len(request["prompt_ids"])
         first_row += len(response.ids)
     rows_data = b"".join(keys.canonical_json(row) + b"\n" for row in rows)
@@ -62,6 +67,7 @@ def publish(
         "rows_key": key("rows.jsonl"),
         "rows_digest": keys.digest_bytes(rows_data),
         "num_rows": len(rows),
+        "given_up": {r["trajectory_id"]: a.error for r, a in zip(requests, responses, strict=True) if a.error},
         "stats": {name: sum(row[name] for row in rows) for name in sums},
     }
 
@@ -69,7 +75,7 @@ def publish(
 def _row(request: dict[str, Any], response: Response, reward: float | None) -> dict[str, Any]:
     return {
         **{name: request[name] for name in ("trajectory_id", "prompt_id", "sample_index", "split")},
-        "status": "finished",
+        "status": "given_up" if response.error else "finished",
         "finish_reason": response.finish_reason,
         "prompt_tokens": len(request["prompt_ids"]),
         "response_tokens": len(response.ids),

@@ -1,0 +1,141 @@
+"""A partition of nine trajectories, and real workers on it: what the rollout's fault tests kill, stop and rob.
+
+Workers are of the real entry point, forked from a server that has torch imported already. Everything that they say is
+in a file, as a parent would see it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from infra import leases
+from infra.store import LocalStore
+from schemas import keys
+from schemas.rows import TRAJECTORIES, content_digest
+from tests.forked import FORKS, leave, redirect
+
+DEAD_AFTER_SECONDS = 1.5
+PREFIX = keys.stage_prefix("kills", 0, "rollout", "f" * 64)
+OWNED = keys.partition_prefix(PREFIX, 3)
+
+
+def run_worker(work: str, said: str, errors: str, pause: str) -> None:
+    """In the worker: its output into files; `pause` names a signal that it sends itself before it would finish."""
+    redirect(said, errors)
+    from tasks.ranks import rollout
+
+    if pause:
+        finish = leases.Lease.finish
+
+        def pausing(self, manifest):
+            os.kill(os.getpid(), getattr(signal, pause))
+            finish(self, manifest)
+
+        leases.Lease.finish = pausing
+    leave(rollout.main([work]))
+
+
+class Site:
+    """A root folder and workers on it. `scratch` is the disk of one node."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.store = folder, LocalStore(folder / "data")
+        self.acknowledged: dict | None = None
+        self._starts = 0
+        requests = []
+        for i in range(9):
+            trajectory_id = keys.trajectory_id("kills", 0, f"prompt{i // 3}", i % 3)
+            requests.append({
+                "trajectory_id": trajectory_id, "prompt_id": f"prompt{i // 3}", "sample_index": i % 3,
+                "split": "train", "prompt_ids": [1, *range(20, 20 + 7 * (i // 3 + 1))],
+                "sampling_key": keys.sampling_key(5, trajectory_id), "max_response_tokens": 110 if i else 1,
+                "prompt": {"prompt_id": f"prompt{i // 3}", "verifier": "tests.verifiers:count_letters"},
+            })  # fmt: skip
+        self.work = {
+            "root": str(folder / "data"), "run_id": "kills", "iteration": 0, "stage_prefix": PREFIX,
+            "student": {"folder": str(model), "precision": "bf16", "digest": "d" * 64}, "compute": "bf16",
+            "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2], "vocab_size": 259,
+            "engine": {"max_sequences": 5, "page_tokens": 16, "kv_bytes": 1 << 22}, "threads": 1,
+            "seal_seconds": 0.1, "grace_seconds": 20.0, "dead_after_seconds": DEAD_AFTER_SECONDS,
+            "verifier": {"timeout_seconds": 30.0, "max_failures": 0},
+            "partitions": [{"partition": 3, "requests": requests}],
+        }  # fmt: skip
+
+    def start(self, scratch: str = "node", pause: str = "") -> Run:
+        self._starts += 1
+        entry = self.work["partitions"][0] | ({"acknowledged": self.acknowledged} if self.acknowledged else {})
+        work = self.work | {"scratch": str(self.folder / scratch), "partitions": [entry, *self.work["partitions"][1:]]}
+        path = self.folder / f"work{self._starts}.json"
+        path.write_text(json.dumps(work))
+        return Run(path, pause)
+
+    def result(self) -> tuple[bytes, list[dict], str]:
+        """(shard, rows, digest of content columns) of the finished partition, its digests checked."""
+        found = leases.finished(self.store, OWNED)
+        assert found is not None
+        (shard_object,) = found.manifest["objects"]
+        shard, rows = self.store.get(shard_object["key"]), self.store.get(found.manifest["rows_key"])
+        assert keys.digest_bytes(shard) == shard_object["digest"]
+        assert keys.digest_bytes(rows) == found.manifest["rows_digest"]
+        for key in (shard_object["key"], found.manifest["rows_key"]):
+            assert key.startswith(keys.owned_object(OWNED, found.epoch - 1, ""))
+        parsed = [json.loads(line) for line in rows.splitlines()]
+        assert len(parsed) == found.manifest["num_rows"] == 9
+        return shard, parsed, content_digest(TRAJECTORIES, parsed)
+
+    def finished_epoch(self) -> int | None:
+        found = leases.finished(self.store, OWNED)
+        return found and found.epoch
+
+    def told(self, run: Run) -> None:
+        """What a parent keeps of a worker that is gone."""
+        acks = run.said("ack")
+        if acks:
+            self.acknowledged = {"epoch": acks[-1]["epoch"], "tokens": acks[-1]["tokens"]}
+
+
+class Run:
+    """One started worker."""
+
+    def __init__(self, work: Path, pause: str) -> None:
+        self._said, self._errors = work.with_suffix(".out"), work.with_suffix(".err")
+        arguments = (str(work), str(self._said), str(self._errors), pause)
+        self._process = FORKS.Process(target=run_worker, args=arguments)
+        self._process.start()
+
+    def said(self, event: str) -> list[dict]:
+        whole = self._said.read_text().rpartition("\n")[0] if self._said.exists() else ""
+        return [m for m in map(json.loads, whole.splitlines()) if m["event"] == event]
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, self.output()
+            assert self._process.exitcode is None, self.output()
+            time.sleep(0.005)
+
+    def until_sampling(self, tokens: int = 1) -> None:
+        self.until(lambda: self.has_sampled(tokens))
+
+    def has_sampled(self, tokens: int) -> bool:
+        return any(sum(m["tokens"].values()) >= tokens for m in self.said("ack"))
+
+    def until_stopped(self) -> None:
+        self.until(lambda: Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+    def send(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def status(self) -> int:
+        self._process.join(60)
+        assert self._process.exitcode is not None, self.output()
+        return self._process.exitcode
+
+    def output(self) -> str:
+        return "".join(p.read_text() for p in (self._said, self._errors) if p.exists())
