@@ -127,13 +127,10 @@ def print_log(log: LogReport) -> None:
     heads = f"{'prompt':>9}{'sampled':>9}{'observed':>9}{'KV spilled':>12}{'preempted':>11}"
     print(f"  number{heads}  finish  trajectory_id")
     for t in log.trajectories:
-        prompt, preempted = (
-            "?" if t[name] is None else f"{t[name]:,}" for name in ("prompt_tokens", "num_preemptions")
-        )
-        print(
-            f"  {t['number']:6}{prompt:>9}{t['sampled']:9,}{t['observed']:9,}{t['spilled_positions']:12,}{preempted:>11}"
-            f"  {t['finish_reason'] or '-':6}  {t['trajectory_id'] or '(admitted in an earlier segment)'}"
-        )
+        known = ["?" if t[name] is None else str(t[name]) for name in ("prompt_tokens", "num_preemptions")]
+        counts = f"{known[0]:>9}{t['sampled']:9,}{t['observed']:9,}{t['spilled_positions']:12,}{known[1]:>11}"
+        name = t["trajectory_id"] or "(admitted in an earlier segment)"
+        print(f"  {t['number']:6}{counts}  {t['finish_reason'] or '-':6}  {name}")
     print("  " + ", ".join(f"{count:,} {name}" for name, count in log.records.items()) + f"; {log.num_tokens:,} tokens")
     _print_faults(log)
 
