@@ -260,7 +260,8 @@ class TokenLog:
 
     def wait_local(self, sequence: int) -> None:
         """Commits everything appended so far and waits until `acknowledged` >= sequence."""
-        if self._acknowledged < sequence and self._file_lock.acquire(blocking=False):
+        leads = self._acknowledged < sequence and not self._seal_due()  # the thread that seals must not starve
+        if leads and self._file_lock.acquire(blocking=False):
             try:
                 with self._work:
                     self._collect()
@@ -383,19 +384,20 @@ class TokenLog:
                     return
             with self._file_lock:
                 self._write_committed()
-                if self._file is not None and self._should_seal(self._file):
+                if self._file is not None and self._seal_due():
                     self._seal_file(self._file)
 
     def _has_work(self) -> bool:
-        file = self._file
-        stop = self._closing or self._failure is not None
-        return stop or bool(self._committed) or (file is not None and self._should_seal(file))
+        return self._closing or self._failure is not None or bool(self._committed) or self._seal_due()
 
     def _seconds_to_seal(self) -> float | None:
         file = self._file
         return None if file is None else max(0.0, file.born + self._seal_seconds - time.monotonic())
 
-    def _should_seal(self, file: _SegmentFile) -> bool:
+    def _seal_due(self) -> bool:
+        file = self._file
+        if file is None:
+            return False
         old = time.monotonic() >= file.born + self._seal_seconds
         return old or file.size >= self._segment_bytes or self._sealed < self._seal_to <= self._acknowledged
 
@@ -421,7 +423,7 @@ class TokenLog:
         with self._work:
             self._acknowledged = group[-1][1]
             self._progress.notify_all()
-            if opened or self._should_seal(self._file):
+            if opened or self._seal_due():
                 self._work.notify()
 
     def _seal_file(self, file: _SegmentFile) -> None:

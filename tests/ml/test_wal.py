@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import struct
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -331,6 +332,19 @@ def test_segment_is_sealed_by_age_without_another_append(tmp_path):
         log.admit("t", prompt_digest=bytes(32), prompt_tokens=1)
         log.commit()
         assert uploaded.wait(30)
+
+
+def test_writer_that_never_pauses_does_not_keep_segments_from_being_sealed(tmp_path):
+    uploads: dict[int, bytes] = {}
+    with TokenLog(tmp_path / "log", HEADER, seal_seconds=0.01, upload=uploads.__setitem__) as log:
+        number = log.admit("t", prompt_digest=bytes(32), prompt_tokens=1)
+        step, deadline = 0, time.monotonic() + 60
+        while len(uploads) < 5:
+            assert time.monotonic() < deadline
+            log.wait_local(log.append_step([number], [step], [step], [-1.0], [-1.0]))
+            step += 1
+    found = recover([(str(n), data) for n, data in sorted(uploads.items())], "store")
+    assert found.trajectories[0].ids.tolist() == list(range(step))
 
 
 def test_failed_upload_stops_the_log_and_keeps_what_is_local(tmp_path):
