@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.packed_attention import packed_attention
-from kernels.paged_attention import paged_attention, write_kv
+from kernels.paged_attention import paged_attention
+from kernels.rows import HeadNorms, Rotary, add_rms_norm, rms_norm, rotate, rotate_into_pages, silu_gate
 from kernels.scaled_mm import row_invariant_mm, self_test
 from ml.device import traits
 from ml.linear import Linear, Precision, dense_precision, weight_values
@@ -31,8 +32,11 @@ from ml.model_files import MXFP4_STORED
 from ml.tensor_parallel import ALONE, Group
 from schemas.errors import ConfigError, ContractError
 
-#: attend(layer_index, q_NHC, k_NGC, v_NGC) -> o_NHC; q and k are rotated, all in the model's compute dtype.
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: How a layer turns queries and keys before it compares them (kernels.rows.rotate): the rows' angles, and the norms.
+Rotation = tuple[Rotary, HeadNorms | None]
+#: attend(layer_index, q_NHC, k_NGC, v_NGC, rotation) -> o_NHC; all in the model's compute dtype. q and k are not turned
+#: yet, so that a strategy with a cache can put keys there as it turns them.
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Rotation], torch.Tensor]
 
 #: Where the sampler cuts a sequence's keys: absolute positions, since the cuts decide the bits.
 SPLIT_TOKENS = 64
@@ -201,7 +205,7 @@ def _number(value: Any, where: str) -> float:
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x) * weight over the last axis, in fp32, rounded once to x's dtype."""
+    """x / rms(x) * weight over each row, in fp32, rounded once to x's dtype (kernels.rows)."""
 
     def __init__(self, width: int, epsilon: float, precision: Precision) -> None:
         super().__init__()
@@ -209,27 +213,12 @@ class RmsNorm(nn.Module):
         self.precision: Precision = dense_precision(precision)
         self.weight = nn.Parameter(torch.empty(width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        # 1 / sqrt: both are exact in IEEE arithmetic, so that vector and scalar code agree.
-        scale = 1.0 / torch.sqrt(x32.square().mean(-1, keepdim=True) + self.epsilon)
-        return (x32 * scale * weight_values(self.weight, self.precision).float()).to(x.dtype)
-
-
-def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, in fp32, rounded once to gate's dtype."""
-    gate32 = gate.float()
-    if torch.is_grad_enabled():
-        return (F.silu(gate32) * up).to(gate.dtype)
-    # F.silu ends each thread's share with scalar code whose exp differs in the last bit: a row's bits would depend
-    # on where it lies in the batch. torch.exp has one code for all elements.
-    return (gate32 / torch.exp(-gate32).add_(1.0) * up).to(gate.dtype)
-
-
-def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in the halves layout: channel c pairs with c + C/2. fp32 angles; result in x's dtype."""
-    low, high = x_NHC.float().chunk(2, dim=-1)
-    return torch.cat((low * cos_N1C - high * sin_N1C, high * cos_N1C + low * sin_N1C), dim=-1).to(x_NHC.dtype)
+    def forward(self, h_ND: torch.Tensor, delta_ND: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(h + delta, its norm); without delta, (h, its norm)."""
+        weight_D = weight_values(self.weight, self.precision)
+        if delta_ND is None:
+            return h_ND, rms_norm(h_ND, weight_D, self.epsilon)
+        return add_rms_norm(h_ND, delta_ND, weight_D, self.epsilon)
 
 
 class Attention(nn.Module):
@@ -245,15 +234,19 @@ class Attention(nn.Module):
             self.q_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
             self.k_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
 
-    def forward(self, x_ND, cos_N1C, sin_N1C, attend: Attend, layer_index: int) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, rotary: Rotary, attend: Attend, layer_index: int) -> torch.Tensor:
         channels = self.config.head_channels
         q_NHC = self.q_proj(x_ND).unflatten(-1, (-1, channels))
         k_NGC = self.k_proj(x_ND).unflatten(-1, (-1, channels))
         v_NGC = self.v_proj(x_ND).unflatten(-1, (-1, channels))
-        if self.config.qk_norm:
-            q_NHC, k_NGC = self.q_norm(q_NHC), self.k_norm(k_NGC)
-        q_NHC, k_NGC = rotate(q_NHC, cos_N1C, sin_N1C), rotate(k_NGC, cos_N1C, sin_N1C)
-        return self.o_proj(attend(layer_index, q_NHC, k_NGC, v_NGC).flatten(-2))
+        norms = None
+        if self.config.qk_norm and self.q_norm.weight.requires_grad:
+            # In training a weight may be there only while its own module runs (ZeRO-3).
+            q_NHC = self.q_norm(q_NHC.flatten(0, 1))[1].view_as(q_NHC)
+            k_NGC = self.k_norm(k_NGC.flatten(0, 1))[1].view_as(k_NGC)
+        elif self.config.qk_norm:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.config.norm_epsilon)
+        return self.o_proj(attend(layer_index, q_NHC, k_NGC, v_NGC, (rotary, norms)).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -276,9 +269,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RmsNorm(config.width, config.norm_epsilon, linears["precision"])
         self.mlp = FeedForward(config, linears)
 
-    def forward(self, h_ND, cos_N1C, sin_N1C, attend: Attend, layer_index: int) -> torch.Tensor:
-        h_ND = h_ND + self.self_attn(self.input_layernorm(h_ND), cos_N1C, sin_N1C, attend, layer_index)
-        return h_ND + self.mlp(self.post_attention_layernorm(h_ND))
+    def forward(
+        self, h_ND: torch.Tensor, delta_ND: torch.Tensor | None, rotary: Rotary, attend: Attend, layer_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream and what is still to be added to it: the next norm adds in the same pass."""
+        h_ND, x_ND = self.input_layernorm(h_ND, delta_ND)
+        h_ND, x_ND = self.post_attention_layernorm(h_ND, self.self_attn(x_ND, rotary, attend, layer_index))
+        return h_ND, self.mlp(x_ND)
 
 
 class Embedding(nn.Module):
@@ -370,23 +367,27 @@ class Transformer(nn.Module):
 
         Raises IndexError for an id or position out of range (on the CPU).
         """
-        h_ND = self.model.embed_tokens(ids_N).to(self.compute)
-        cos_N1C, sin_N1C = self.cos_MC[positions_N].unsqueeze(1), self.sin_MC[positions_N].unsqueeze(1)
+        h_ND, delta_ND = self.model.embed_tokens(ids_N).to(self.compute), None
+        rotary = Rotary(self.cos_MC, self.sin_MC, positions_N)
         for index, layer in enumerate(self.model.layers):
             if self.checkpoint_layers and torch.is_grad_enabled():
-                h_ND = checkpoint(layer, h_ND, cos_N1C, sin_N1C, attend, index, use_reentrant=False)
+                # Added up here, so that one tensor a layer is kept.
+                h_ND = h_ND if delta_ND is None else h_ND + delta_ND
+                state = checkpoint(layer, h_ND, None, rotary, attend, index, use_reentrant=False)
+                h_ND, delta_ND = state  # pyright: ignore[reportGeneralTypeIssues]
             else:
-                h_ND = layer(h_ND, cos_N1C, sin_N1C, attend, index)
-        return self.model.norm(h_ND)
+                h_ND, delta_ND = layer(h_ND, delta_ND, rotary, attend, index)
+        return self.model.norm(h_ND, delta_ND)[1]
 
     @torch.no_grad()
     def logits(self, h_ND: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
         """fp32 logits [N, vocab_size] of final states (default: every row of the head), row-invariant, no gradient."""
-        num_ids = vocab_size or self.config.vocab_rows
-        w_VD = self.group.part(self.head_weight[:num_ids])
+        w_VD = self.group.part(self.head_weight)
         if self.trainable:
             w_VD = weight_values(w_VD, dense_precision(self.precision))
-        return self.group.gather(row_invariant_mm(h_ND, w_VD, dtype=torch.float32), num_ids)
+        # Of every row: heads are padded to shapes that a product is fast and row-invariant for, tokenizers are not.
+        logits_NV = self.group.gather(row_invariant_mm(h_ND, w_VD, dtype=torch.float32), self.config.vocab_rows)
+        return logits_NV[:, :vocab_size]
 
     def check_row_invariance(self) -> None:
         """Raise ContractError unless products of this model's shapes keep a row's bits in any company on its device."""
@@ -414,8 +415,8 @@ class PackedCausal:
             raise ContractError("cu_tokens", expected="ascending offsets from 0", found=str(cu_tokens)[:200])
         self.cu_tokens = cu_tokens
 
-    def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC) -> torch.Tensor:
-        return packed_attention(q_NHC, k_NGC, v_NGC, self.cu_tokens)
+    def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC, rotation: Rotation) -> torch.Tensor:
+        return packed_attention(*rotate(q_NHC, k_NGC, *rotation), v_NGC, self.cu_tokens)
 
 
 class SampledCausal:
@@ -436,10 +437,10 @@ class SampledCausal:
         self.slots_N = torch.cat([torch.arange(n) + f * page_tokens for f, n in zip(firsts[:-1], lengths, strict=True)])
         self.where = table_SP, torch.tensor(cu_tokens, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
 
-    def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC) -> torch.Tensor:
+    def __call__(self, layer_index: int, q_NHC, k_NGC, v_NGC, rotation: Rotation) -> torch.Tensor:
         device = q_NHC.device
         # Zeroed: a page's unused end must be finite.
         k_PTGC, v_PTGC = (x.new_zeros(self.num_pages, self.page_tokens, *x.shape[1:]) for x in (k_NGC, v_NGC))
         self.slots_N, self.where = self.slots_N.to(device), tuple(x.to(device) for x in self.where)
-        write_kv(k_NGC, v_NGC, k_PTGC, v_PTGC, self.slots_N)
+        q_NHC = rotate_into_pages(q_NHC, k_NGC, v_NGC, *rotation, k_PTGC, v_PTGC, self.slots_N)
         return paged_attention(q_NHC, k_PTGC, v_PTGC, *self.where, split_tokens=traits(device).split_tokens)

@@ -16,8 +16,9 @@ P pages of T tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -26,7 +27,8 @@ from schemas.errors import ContractError
 Implementation = Literal["kernel", "reference"]
 
 
-class HeadNorms(NamedTuple):
+@dataclass(frozen=True)
+class HeadNorms:
     """RMS norm of each query and key head before its rotation: weights [C] of both, and epsilon."""
 
     q_weight_C: torch.Tensor
@@ -34,7 +36,8 @@ class HeadNorms(NamedTuple):
     epsilon: float
 
 
-class Rotary(NamedTuple):
+@dataclass(frozen=True)
+class Rotary:
     """Tables of the rotary angles, fp32 [M, C/2], and the positions of the rows, int64 [N] below M."""
 
     cos_MC: torch.Tensor
@@ -46,7 +49,8 @@ def rms_norm(
     x_ND: torch.Tensor, weight_D: torch.Tensor, epsilon: float, *, impl: Implementation | None = None
 ) -> torch.Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight over each row, [N, D] in x's dtype."""
-    _check_columns(x_ND, weight_D.unsqueeze(0))
+    _check_matrices(x_ND)
+    _check_weight(x_ND, weight_D)
     return _implementation(impl, x_ND, weight_D).rms_norm(x_ND, weight_D, epsilon)
 
 
@@ -59,13 +63,14 @@ def add_rms_norm(
     impl: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(h + delta, rms_norm of it), both [N, D] in h's dtype."""
-    _check_columns(h_ND, delta_ND, weight_D.unsqueeze(0))
+    _check_matrices(h_ND, delta_ND)
+    _check_weight(h_ND, weight_D)
     return _implementation(impl, h_ND, delta_ND, weight_D).add_rms_norm(h_ND, delta_ND, weight_D, epsilon)
 
 
 def silu_gate(gate_NI: torch.Tensor, up_NI: torch.Tensor, *, impl: Implementation | None = None) -> torch.Tensor:
     """gate / (1 + exp(-gate)) * up, [N, I] in gate's dtype."""
-    _check_columns(gate_NI, up_NI)
+    _check_matrices(gate_NI, up_NI)
     return _implementation(impl, gate_NI, up_NI).silu_gate(gate_NI, up_NI)
 
 
@@ -122,14 +127,23 @@ def _implementation(impl: Implementation | None, *inputs: torch.Tensor) -> Modul
     return chosen
 
 
-def _check_columns(*matrices: torch.Tensor) -> None:
+def _check_matrices(*matrices: torch.Tensor) -> None:
     for x in matrices:
-        if x.dim() != 2 or x.shape[1] != matrices[0].shape[1] or x.stride(1) != 1:
+        if x.dim() != 2 or x.shape != matrices[0].shape or x.dtype != matrices[0].dtype or x.stride(1) != 1:
             raise ContractError(
                 "kernels.rows",
-                expected=f"matrices of {matrices[0].shape[-1]} contiguous columns",
-                found=f"{tuple(x.shape)}, strides {x.stride()}",
+                expected=f"matrices {tuple(matrices[0].shape)} of {matrices[0].dtype} with contiguous columns",
+                found=f"{tuple(x.shape)} of {x.dtype}, strides {x.stride()}",
             )
+
+
+def _check_weight(x_ND: torch.Tensor, weight_D: torch.Tensor) -> None:
+    if weight_D.shape != x_ND.shape[1:] or not weight_D.is_contiguous():
+        raise ContractError(
+            "kernels.rows",
+            expected=f"a contiguous weight of {x_ND.shape[1]} columns",
+            found=f"{tuple(weight_D.shape)}, strides {weight_D.stride()}",
+        )
 
 
 def _check_heads(q_NHC: torch.Tensor, k_NGC: torch.Tensor, rotary: Rotary) -> None:

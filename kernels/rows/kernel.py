@@ -49,8 +49,9 @@ def silu_gate(gate_NI, up_NI):
     rows, width = gate_NI.shape
     y_NI = torch.empty(rows, width, dtype=gate_NI.dtype, device=gate_NI.device)
     if y_NI.numel():
-        _silu_gate[(triton.cdiv(width, _GATE_COLUMNS), rows)](
-            gate_NI, up_NI, y_NI, gate_NI.stride(0), up_NI.stride(0), width, BLOCK=_GATE_COLUMNS, num_warps=4
+        tiles = triton.cdiv(width, _GATE_COLUMNS)
+        _silu_gate[(rows * tiles,)](
+            gate_NI, up_NI, y_NI, gate_NI.stride(0), up_NI.stride(0), width, tiles, BLOCK=_GATE_COLUMNS, num_warps=4
         )
     return y_NI
 
@@ -73,12 +74,16 @@ def _launch_rotate(q_NHC, k_NGC, v_NGC, rotary, norms, k_slots, v_slots, slots_N
         return turned_NHC
     q_tiles, kv_tiles = triton.cdiv(heads, _HEADS), triton.cdiv(kv_heads, _HEADS)
     # What a launch does not read, a pointer of the right type stands for.
-    q_weight_C, k_weight_C, epsilon = norms or (rotary.cos_MC, rotary.cos_MC, 0.0)
+    q_weight_C, k_weight_C, epsilon = rotary.cos_MC, rotary.cos_MC, 0.0
+    if norms is not None:
+        q_weight_C, k_weight_C, epsilon = norms.q_weight_C, norms.k_weight_C, norms.epsilon
     values = k_NGC if v_NGC is None else v_NGC
-    _rotate[(q_tiles + (1 if v_NGC is None else 2) * kv_tiles, rows)](
-        q_NHC, k_NGC, values, *rotary, q_weight_C, k_weight_C, turned_NHC,
+    # Rows and tiles on one axis: the others end at 65,535.
+    tiles = q_tiles + (1 if v_NGC is None else 2) * kv_tiles
+    _rotate[(rows * tiles,)](
+        q_NHC, k_NGC, values, rotary.cos_MC, rotary.sin_MC, rotary.positions_N, q_weight_C, k_weight_C, turned_NHC,
         k_slots, k_slots if v_slots is None else v_slots, rotary.positions_N if slots_N is None else slots_N,
-        q_NHC.stride(0), k_NGC.stride(0), values.stride(0), epsilon,
+        q_NHC.stride(0), k_NGC.stride(0), values.stride(0), epsilon, tiles,
         HEADS=heads, KV_HEADS=kv_heads, Q_TILES=q_tiles, KV_TILES=kv_tiles, HALF=half,
         BLOCK_C=triton.next_power_of_2(half), BLOCK_X=_HEADS, NORM=norms is not None, SLOTS=slots_N is not None,
         num_warps=4,
@@ -118,9 +123,9 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_gate(gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, width, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    column_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _silu_gate(gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, width, tiles, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    column_B = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     inside_B = column_B < width
     gate_B = tl.load(gate_ptr + row * gate_stride + column_B, mask=inside_B, other=0.0).to(tl.float32)
     up_B = tl.load(up_ptr + row * up_stride + column_B, mask=inside_B, other=0.0).to(tl.float32)
@@ -146,6 +151,7 @@ def _rotate(
     k_stride,
     v_stride,
     epsilon,
+    tiles,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     Q_TILES: tl.constexpr,
@@ -156,8 +162,8 @@ def _rotate(
     NORM: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    row = (tl.program_id(0) // tiles).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64) if SLOTS else row
     if tile < Q_TILES:
         x_ptr, y_ptr, weight_ptr = q_ptr + row * q_stride, turned_ptr + row * (HEADS * HALF * 2), q_weight_ptr

@@ -57,7 +57,8 @@ def sample(
     flags: dict[str, Any] = {"CUT": cut, "SCALED": scaled}
     draw: dict[str, Any] = {"BLOCKS": PART // 4, "num_warps": _WARPS, **flags}
     merge: dict[str, Any] = {"PARTS": triton.next_power_of_2(parts), "num_warps": 1, **flags}
-    _draw[(parts, rows)](keys_S, positions_S, *common, **draw)
+    # On one axis: the others end at 65,535.
+    _draw[(rows * parts,)](keys_S, positions_S, *common, parts, **draw)
     _merge[(rows,)](keys_S, positions_S, *common, ids_S, raw_S, sampled_S, parts, **merge)
     return ids_S, raw_S, sampled_S
 
@@ -136,14 +137,15 @@ def _draw(
     stats_ptr,
     part_blocks_ptr,
     num_ids,
+    parts,
     BLOCKS: tl.constexpr,
     CUT: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    part, row = tl.program_id(0), tl.program_id(1)
+    row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     block_B = part * BLOCKS + tl.arange(0, BLOCKS)
     x0_B, x1_B, x2_B, x3_B = _load(logits_ptr + row.to(tl.int64) * row_stride, block_B, num_ids)
-    place = row.to(tl.int64) * tl.num_programs(0) + part
+    place = row.to(tl.int64) * parts + part
     stats_ptr += place * (5 if SCALED else 3)
     top, total = _max_and_sum(x0_B, x1_B, x2_B, x3_B)
     tl.store(stats_ptr + 1, top)

@@ -51,9 +51,9 @@ def results(folder: Path, run: tuple[str, str, str], group: Group, device: str =
     positions_N = torch.cat([torch.arange(n, device=device) for n in LENGTHS])
     sampled, seen = SampledCausal(cu_tokens), {}
 
-    def attend(layer_index, q_NHC, k_NGC, v_NGC):
+    def attend(layer_index, q_NHC, k_NGC, v_NGC, rotation):
         seen["k"] = k_NGC
-        return sampled(layer_index, q_NHC, k_NGC, v_NGC)
+        return sampled(layer_index, q_NHC, k_NGC, v_NGC, rotation)
 
     h_ND = model(ids_N, positions_N, attend)
     out = {"h": h_ND, "logits": model.logits(h_ND), "few": model.logits(h_ND, 50), "k": seen["k"]}
