@@ -9,13 +9,21 @@ Letters: N rows, I inputs, O outputs, D student width, V vocabulary rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import nn
 
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_round
-from kernels.scaled_mm import LARGEST_SCALE, Mxfp4Weight, mxfp4_mm, pack_mxfp4, row_invariant_mm
+from kernels.scaled_mm import (
+    LARGEST_SCALE,
+    Mxfp4Weight,
+    mxfp4_mm,
+    pack_mxfp4,
+    row_invariant_mm,
+    row_invariant_mms,
+)
 from ml.tensor_parallel import ALONE, Group
 
 Precision = Literal["fp32", "bf16", "mxfp4"]
@@ -131,6 +139,26 @@ class Linear(nn.Module):
             return row_invariant_mm(x_NI, w_OI, bias_O)
         out_NO = x_NI @ w_OI.t()
         return out_NO if bias_O is None else out_NO + bias_O
+
+
+class JoinedLinears:
+    """Linears of one input, for inference, as one product where the device gains by it; the bits of each alone.
+
+    Their weights become views of one matrix, so that names and shapes of parameters stay. None of them packs.
+    """
+
+    @torch.no_grad()
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.linears = tuple(linears)
+        self.sizes = [len(linear.weight) for linear in linears]
+        self.weight = linears[0].weight.new_empty(sum(self.sizes), linears[0].num_inputs)
+        for linear, part_OI in zip(linears, self.weight.split(self.sizes), strict=True):
+            linear.weight = nn.Parameter(part_OI.copy_(linear.weight), requires_grad=False)
+
+    def __call__(self, x_NI: torch.Tensor) -> list[torch.Tensor]:
+        """Each linear's [N, O], perhaps columns of one matrix."""
+        parts = row_invariant_mms(x_NI.to(self.weight.dtype), self.weight, self.sizes)
+        return [y if m.bias is None else y.add_(m.bias) for y, m in zip(parts, self.linears, strict=True)]
 
 
 def dense_precision(precision: Precision) -> Precision:

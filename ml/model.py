@@ -27,7 +27,7 @@ from kernels.paged_attention import paged_attention
 from kernels.rows import HeadNorms, Rotary, add_rms_norm, rms_norm, rotate, rotate_into_pages, silu_gate
 from kernels.scaled_mm import row_invariant_mm, self_test
 from ml.device import traits
-from ml.linear import Linear, Precision, dense_precision, weight_values
+from ml.linear import JoinedLinears, Linear, Precision, dense_precision, weight_values
 from ml.model_files import MXFP4_STORED
 from ml.tensor_parallel import ALONE, Group
 from schemas.errors import ConfigError, ContractError
@@ -230,15 +230,18 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.width, keys, bias=config.qkv_bias, **linears)
         self.v_proj = Linear(config.width, keys, bias=config.qkv_bias, **linears)
         self.o_proj = Linear(queries, config.width, bias=config.output_bias, gathers=True, **linears)
+        self.joined: JoinedLinears | None = None
         if config.qk_norm:
             self.q_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
             self.k_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
 
+    def join(self) -> None:
+        """For inference: one product for queries, keys and values."""
+        self.joined = JoinedLinears((self.q_proj, self.k_proj, self.v_proj))
+
     def forward(self, x_ND: torch.Tensor, rotary: Rotary, attend: Attend, layer_index: int) -> torch.Tensor:
-        channels = self.config.head_channels
-        q_NHC = self.q_proj(x_ND).unflatten(-1, (-1, channels))
-        k_NGC = self.k_proj(x_ND).unflatten(-1, (-1, channels))
-        v_NGC = self.v_proj(x_ND).unflatten(-1, (-1, channels))
+        columns = self.joined(x_ND) if self.joined else (self.q_proj(x_ND), self.k_proj(x_ND), self.v_proj(x_ND))
+        q_NHC, k_NGC, v_NGC = (y.unflatten(-1, (-1, self.config.head_channels)) for y in columns)
         norms = None
         if self.config.qk_norm and self.q_norm.weight.requires_grad:
             # In training a weight may be there only while its own module runs (ZeRO-3).
@@ -257,8 +260,15 @@ class FeedForward(nn.Module):
         self.up_proj = Linear(config.width, config.feed_forward, **linears)
         self.down_proj = Linear(config.feed_forward, config.width, gathers=True, **linears)
 
+        self.joined: JoinedLinears | None = None
+
+    def join(self) -> None:
+        """For inference: one product for gate and up."""
+        self.joined = JoinedLinears((self.gate_proj, self.up_proj))
+
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_gate(self.gate_proj(x_ND), self.up_proj(x_ND)))
+        gate_NI, up_NI = self.joined(x_ND) if self.joined else (self.gate_proj(x_ND), self.up_proj(x_ND))
+        return self.down_proj(silu_gate(gate_NI, up_NI))
 
 
 class Layer(nn.Module):
@@ -356,6 +366,10 @@ class Transformer(nn.Module):
         self.register_buffer("cos_MC", cos_MC.to(device), persistent=False)
         self.register_buffer("sin_MC", sin_MC.to(device), persistent=False)
         self.requires_grad_(trainable)
+        if not trainable and not linears["packs"]:
+            for module in self.modules():
+                if isinstance(module, Attention | FeedForward):
+                    module.join()
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -391,7 +405,9 @@ class Transformer(nn.Module):
 
     def check_row_invariance(self) -> None:
         """Raise ContractError unless products of this model's shapes keep a row's bits in any company on its device."""
-        linears = {(m.weight.shape[0], m.weight.shape[1]) for m in self.modules() if isinstance(m, Linear)}
+        weights = [m.weight for m in self.modules() if isinstance(m, Linear)]
+        weights += [j.weight for m in self.modules() if isinstance(j := getattr(m, "joined", None), JoinedLinears)]
+        linears = {(w.shape[0], w.shape[1]) for w in weights}
         device = self.head_weight.device
         self_test(sorted(linears), device=device)
         self_test([(self.group.share(self.config.vocab_rows), self.config.width)], dtype=torch.float32, device=device)

@@ -12,7 +12,7 @@ Shape letters: M rows of x, N rows of the weight (outputs), K columns of both (t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "mxfp4_mm",
     "pack_mxfp4",
     "row_invariant_mm",
+    "row_invariant_mms",
     "self_test",
     "w4a8_mm",
 ]
@@ -66,6 +67,17 @@ def row_invariant_mm(
         from kernels.scaled_mm.fixed_rows import fixed_rows_mm as product
     y_MN = product(x_MK, w_NK, dtype)
     return y_MN if bias_N is None else y_MN.add_(bias_N)
+
+
+def row_invariant_mms(x_MK: torch.Tensor, w_NK: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """`row_invariant_mm` of x with each of several weights, which follow each other in w_NK with `sizes` rows each.
+
+    On CUDA one product, whose columns the results are (a row's stride is N): a small weight alone leaves most of the
+    card idle. On the CPU one product each, since the order of sums there may depend on the number of outputs.
+    """
+    if x_MK.is_cuda:
+        return row_invariant_mm(x_MK, w_NK).split(list(sizes), 1)
+    return tuple(row_invariant_mm(x_MK, part) for part in w_NK.split(list(sizes)))
 
 
 def self_test(
