@@ -6,7 +6,12 @@ import sys
 
 from kernels.bench import main
 
-BENCHES = {"wal": "ml.rollout.wal_bench", "rollout": "ml.rollout.engine_bench"}
+BENCHES = {
+    "wal": "ml.rollout.wal_bench",
+    "rollout": "ml.rollout.engine_bench",
+    "teacher": "ml.teacher_bench",
+    "train": "ml.train.bench",
+}
 
 if __name__ == "__main__":
     sys.exit(main(None, BENCHES, "python -m ml.bench"))

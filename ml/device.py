@@ -7,7 +7,9 @@ tensors, inside `kernels`.
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -80,3 +82,22 @@ def rank_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `observed` count from here, on a GPU; a CPU process cannot."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def observed(device: torch.device) -> dict[str, Any]:
+    """What a stage notes of its device: {"device": name, "device_peak_bytes": most memory held so far}.
+
+    The memory is the allocator's on a GPU, and the process's own on a CPU.
+    """
+    if device.type == "cuda":
+        return {
+            "device": torch.cuda.get_device_name(device),
+            "device_peak_bytes": torch.cuda.max_memory_allocated(device),
+        }
+    return {"device": "cpu", "device_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}

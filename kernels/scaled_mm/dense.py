@@ -22,6 +22,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from schemas.errors import ContractError
 
 FEWEST_ROWS = 16
+#: Other numbers of outputs, which no known linear has but some heads do, get kernels of other bits at some numbers of
+#: rows: they are padded, at the price of copying the weight.
+OUTPUT_STEP = 8
 TEST_ROWS = 2048
 
 
@@ -30,12 +33,14 @@ def library_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype) -> to
     torch.backends.cuda.preferred_blas_library("cublaslt")
     # The second value turns split-K off; with it on, some numbers of rows sum K in parts.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    rows = len(x_MK)
+    rows, outputs = len(x_MK), len(w_NK)
     if 0 < rows < FEWEST_ROWS:
         x_MK = F.pad(x_MK, (0, 0, 0, FEWEST_ROWS - rows))
+    if outputs % OUTPUT_STEP:
+        w_NK = F.pad(w_NK, (0, 0, 0, -outputs % OUTPUT_STEP))
     if dtype == x_MK.dtype:
-        return F.linear(x_MK, w_NK)[:rows]
-    return torch.mm(x_MK, w_NK.to(x_MK.dtype).t(), out_dtype=dtype)[:rows]
+        return F.linear(x_MK, w_NK)[:rows, :outputs]
+    return torch.mm(x_MK, w_NK.to(x_MK.dtype).t(), out_dtype=dtype)[:rows, :outputs]
 
 
 def triton_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -166,7 +166,9 @@ def _initialize(module: Student, settings: EngineSettings, device: torch.device)
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": traits(device).overlap}
+    # DeepSpeed overlaps unmanaged accumulation only where gradients are partitioned.
+    overlap = traits(device).overlap and settings.zero_stage == 3
+    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": overlap}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -100,11 +100,12 @@ class StudentHead(nn.Module):
     def _logprobs(self, h_ND, w_VD, rows_R, ids_R) -> torch.Tensor:
         """fp32 [R]: log softmax over the shared vocabulary at temperature 1."""
         # The CPU's products may use more of a master than its bf16 values, so they are taken here.
-        w_VD = weight_values(w_VD.detach()[: self.settings.vocab_size], self.precision)
+        w_VD = weight_values(w_VD.detach(), self.precision)
         chunk = max(1, self.settings.chunk_bytes // (_BYTES_PER_LOGPROB * w_VD.shape[0]))
         out = []
         for rows, ids in zip(rows_R.split(chunk), ids_R.split(chunk), strict=True):
-            logits_RV = row_invariant_mm(h_ND[rows], w_VD, dtype=torch.float32)
+            # Of every row of the head, as in rollout: the bits of a product may depend on its shape.
+            logits_RV = row_invariant_mm(h_ND[rows], w_VD, dtype=torch.float32)[:, : self.settings.vocab_size]
             out.append(torch.log_softmax(logits_RV, 1).gather(1, ids[:, None]).squeeze(1))
         return torch.cat(out)
 

@@ -31,7 +31,7 @@ import torch
 from infra import leases
 from infra.store import ObjectStore, open_store
 from ml.checkpoint import load_model
-from ml.device import rank_device
+from ml.device import observed, rank_device
 from ml.model import Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
 from ml.rollout.pages import pages_for
@@ -189,6 +189,7 @@ class Worker:
                 common,
             )
         stats = {"verifier_failures": rewarder.failures, "seconds": time.monotonic() - started}
+        stats |= observed(rank_device())
         return manifest | {"stats": manifest["stats"] | stats}
 
 

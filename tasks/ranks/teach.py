@@ -23,7 +23,7 @@ import torch
 from infra import leases
 from infra.store import ObjectStore, open_store
 from ml.checkpoint import load_model
-from ml.device import rank_device
+from ml.device import observed, rank_device
 from ml.model import Transformer
 from ml.teacher import Reading, hidden_states
 from schemas import keys, shards
@@ -180,7 +180,8 @@ class Worker:
             writer.add(item["trajectory_id"], hidden_TE.view(torch.uint16).numpy())
             done += len(item["context_ids"]) + item["response_tokens"]
             self.say("progress", partition=entry["partition"], done=done, total=total, unit="tokens")
-        return writer.finish() | {"stats": {"tokens": total, "seconds": time.monotonic() - started}}
+        stats = {"tokens": total, "seconds": time.monotonic() - started}
+        return writer.finish() | {"stats": stats | observed(model.head_weight.device)}
 
     def _readings(self, items: list[dict[str, Any]]) -> Iterator[Reading]:
         responses = Responses(self.store)

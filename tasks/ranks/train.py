@@ -26,7 +26,7 @@ import torch.distributed as dist
 from infra import leases
 from infra.store import ObjectStore, open_store
 from ml.checkpoint import fp8_exact, load_model, read_head, save_model
-from ml.device import rank_device, traits
+from ml.device import observed, rank_device, traits
 from ml.linear import COMPUTE_DTYPES
 from ml.model_files import model_digest, read_config
 from ml.train.batches import Frame, schedule
@@ -146,7 +146,8 @@ def _train_and_export(
         if loader is not None:
             loader.close()
     manifest = _export(work, store, engine, lease, notes, num_steps, optimizer_steps + num_steps - first_step)
-    manifest |= {"stats": {"seconds": time.monotonic() - started, "steps": num_steps, "ranks": ranks}}
+    stats = {"seconds": time.monotonic() - started, "steps": num_steps, "ranks": ranks}
+    manifest |= {"stats": stats | observed(device)}
     engine.close()
     if rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
