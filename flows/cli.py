@@ -128,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     rooted(upkeep)
     bench = command("bench", "measure; the last line is one JSON object", "Exit status 1 when a check failed.")
     bench.add_argument(
-        "name", choices=("wal", "rollout", "kill", "length-bias", "kl", "quant", "gemm", "attention"),
+        "name",
+        choices=("wal", "rollout", "kill", "length-bias", "kl", "quant", "gemm", "attention", "sampling", "step"),
         help="the token log, the rollout engine, workers killed or pre-empted, or a kernel (kernels need a GPU)",
     )  # fmt: skip
     bench.add_argument("--json", action="store_true", help="print the JSON line only")
@@ -325,7 +326,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     import subprocess
 
     # A child: figures are those of a fresh process, and this one stays free of torch.
-    kernels = dict.fromkeys(("kl", "quant", "gemm", "attention"), "kernels.bench")
+    kernels = dict.fromkeys(("kl", "quant", "gemm", "attention", "sampling", "step"), "kernels.bench")
     module = ({"kill": "tasks.bench", "length-bias": "tasks.bench"} | kernels).get(arguments.name, "ml.bench")
     options = [f"--{name}" for name in ("json", "quick") if getattr(arguments, name)]
     options += [f"--{name}={value}" for name in ("kills", "plot") if (value := getattr(arguments, name)) is not None]

@@ -20,6 +20,8 @@ BENCHES = {
     "quant": "kernels.quant.bench",
     "gemm": "kernels.scaled_mm.bench",
     "attention": "kernels.paged_attention.bench",
+    "sampling": "kernels.sampling.bench",
+    "step": "kernels.rows.bench",
 }
 
 
