@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from kernels.sampling import sample
 from ml.model import Rotation, Transformer
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
-from ml.rollout.scheduler import Admitted, Chunk, Plan, Sequence
+from ml.rollout.scheduler import Admitted, Plan, Sequence
 
 #: Rows of a decode graph, up to 128; from there on multiples of 64. Padding costs less than a graph more.
 _GRAPH_ROWS = (16, 32, 48, 64, 96, 128)
@@ -53,6 +53,52 @@ class Collected:
     ids_S: np.ndarray
     raw_S: np.ndarray
     sampled_S: np.ndarray
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Sequences that get their slots: int64 slots [A], page tables int32 [A, P], sampling keys int64 [A], and copied
+    pages int64 [C, 2], from and to."""
+
+    slots_A: np.ndarray
+    tables_AP: np.ndarray
+    keys_A: np.ndarray
+    copies_C2: np.ndarray
+
+    @classmethod
+    def of(cls, admitted: Seq[Admitted], keys: Seq[int]) -> Placed:
+        width = max(len(a.sequence.pages) for a in admitted)
+        tables_AP = np.zeros((len(admitted), width), np.int32)
+        for row, a in zip(tables_AP, admitted, strict=True):
+            row[: len(a.sequence.pages)] = a.sequence.pages
+        slots_A = np.array([a.sequence.slot for a in admitted], np.int64)
+        copies = np.array([a.copied for a in admitted if a.copied is not None], np.int64).reshape(-1, 2)
+        return cls(slots_A, tables_AP, np.array(keys, np.uint64).view(np.int64), copies)
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows of a step. decode int32 [4, D]: ids, or -1 for the last one sampled in the slot, positions, slots, pages;
+    width: of their widest page table. chunks: slot, first position, ids, and whether the last row is sampled."""
+
+    decode_4D: np.ndarray
+    width: int
+    chunks: list[tuple[int, int, np.ndarray, bool]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> StepRows:
+        decode = plan.decode
+        rows_4D = np.empty((4, len(decode)), np.int32)
+        rows_4D[0] = [s.tokens[s.num_kept] if len(s.tokens) > s.num_kept else -1 for s in decode]
+        rows_4D[1] = [s.num_kept for s in decode]
+        rows_4D[2] = [s.slot for s in decode]
+        rows_4D[3] = [s.pages[-1] for s in decode]
+        width = max((len(s.pages) for s in decode), default=0)
+        chunks = [
+            (c.sequence.slot, c.start, np.array(c.sequence.tokens[c.start : c.start + c.count]), c.samples)
+            for c in plan.chunks
+        ]
+        return cls(rows_4D, width, chunks)
 
 
 class Runner:
@@ -78,7 +124,8 @@ class Runner:
         self.vocab_size, self.sampling = vocab_size, sampling
         self.device = model.head_weight.device
         # A page and a slot more than the scheduler knows: rows that only fill up a graph live there.
-        shape = (model.config.layers, num_pages + 1, page_tokens, model.config.kv_heads, model.config.head_channels)
+        kv_heads = model.group.share(model.config.kv_heads)
+        shape = (model.config.layers, num_pages + 1, page_tokens, kv_heads, model.config.head_channels)
         self.k_LPTGC = torch.zeros(shape, dtype=model.compute, device=self.device)
         self.v_LPTGC = torch.zeros(shape, dtype=model.compute, device=self.device)
         self.max_pages = min(num_pages, pages_for(model.config.max_positions, page_tokens))
@@ -90,43 +137,13 @@ class Runner:
 
     def admit(self, admitted: Seq[Admitted], keys: Seq[int]) -> None:
         """Give sequences their slots. keys: their 64-bit sampling keys. Whole prefixes are in place afterwards."""
-        slots_A = self._upload(np.array([a.sequence.slot for a in admitted], np.int64))
-        width = max(len(a.sequence.pages) for a in admitted)
-        tables_AP = np.zeros((len(admitted), width), np.int32)
-        for row, a in zip(tables_AP, admitted, strict=True):
-            row[: len(a.sequence.pages)] = a.sequence.pages
-        self.tables[:, :width].index_copy_(0, slots_A, self._upload(tables_AP))
-        self.keys.index_copy_(0, slots_A, self._upload(np.array(keys, np.uint64).view(np.int64)))
-        copies = np.array([a.copied for a in admitted if a.copied is not None], np.int64).reshape(-1, 2)
-        if len(copies):
-            sources, targets = self._upload(copies).unbind(1)
-            for cache_PTGC in (*self.k_LPTGC, *self.v_LPTGC):
-                cache_PTGC.index_copy_(0, targets, cache_PTGC.index_select(0, sources))
+        self.place(Placed.of(admitted, keys))
 
-    @torch.no_grad()
     def launch(self, plan: Plan) -> Ticket:
         """Start the step of `plan`, before it is marked as launched. An id that the host does not know yet, since
         the step that samples it has not been collected, is the last one sampled in the sequence's slot."""
-        decode = plan.decode
-        rows_4D = np.empty((4, len(decode)), np.int32)
-        rows_4D[0] = [s.tokens[s.num_kept] if len(s.tokens) > s.num_kept else -1 for s in decode]
-        rows_4D[1] = [s.num_kept for s in decode]
-        rows_4D[2] = [s.slot for s in decode]
-        rows_4D[3] = [s.pages[-1] for s in decode]
-        width_D = max((len(s.pages) for s in decode), default=0)
-        sequences = decode + [c.sequence for c in plan.chunks if c.samples]
-        if self._graphs is not None and not plan.chunks:
-            return Ticket(sequences, self._graphs.replay(rows_4D, width_D))
-        parts = [self._decode_rows(self._upload(rows_4D), width_D)] if decode else []
-        parts += [self._chunk_rows(plan.chunks)] if plan.chunks else []
-        h_ND = self._states(parts)
-        if not sequences:
-            return Ticket(sequences, lambda: torch.empty(3, 0, dtype=torch.int32))
-        offsets = [len(decode) + end - 1 for end in accumulate(c.count for c in plan.chunks)]
-        ends = [end for end, c in zip(offsets, plan.chunks, strict=True) if c.samples]
-        rows_S = self._upload(np.array([*range(len(decode)), *ends]))
-        slots_N, positions_N = (torch.cat(x) for x in zip(*((p.slots_N, p.positions_N) for p in parts), strict=True))
-        return Ticket(sequences, _fetch(self._sample(h_ND[rows_S], slots_N[rows_S], positions_N[rows_S])))
+        sequences = plan.decode + [c.sequence for c in plan.chunks if c.samples]
+        return Ticket(sequences, self.run(StepRows.of(plan)))
 
     def collect(self, ticket: Ticket) -> Collected:
         """Wait for a launched step; steps are collected in the order of their launches."""
@@ -154,7 +171,35 @@ class Runner:
                 kept_MLGC = self._to_device(host_MLGC[rows])
                 cache.flatten(1, 2).index_copy_(1, slots_M, kept_MLGC.transpose(0, 1))
 
-    # --- on the device
+    # --- on the device, from numbers alone: ranks that share the model all do the same
+
+    def place(self, placed: Placed) -> None:
+        """What `admit` does."""
+        slots_A = self._upload(placed.slots_A)
+        self.tables[:, : placed.tables_AP.shape[1]].index_copy_(0, slots_A, self._upload(placed.tables_AP))
+        self.keys.index_copy_(0, slots_A, self._upload(placed.keys_A))
+        if len(placed.copies_C2):
+            sources, targets = self._upload(placed.copies_C2).unbind(1)
+            for cache_PTGC in (*self.k_LPTGC, *self.v_LPTGC):
+                cache_PTGC.index_copy_(0, targets, cache_PTGC.index_select(0, sources))
+
+    @torch.no_grad()
+    def run(self, rows: StepRows) -> Callable[[], torch.Tensor]:
+        """Start a step; the call that it returns waits for the results of `_sample`."""
+        decode_4D, chunks = rows.decode_4D, rows.chunks
+        num_decode = decode_4D.shape[1]
+        if self._graphs is not None and not chunks:
+            return self._graphs.replay(decode_4D, rows.width)
+        parts = [self._decode_rows(self._upload(decode_4D), rows.width)] if num_decode else []
+        parts += [self._chunk_rows(chunks)] if chunks else []
+        h_ND = self._states(parts)
+        ends = accumulate((len(ids) for _, _, ids, _ in chunks), initial=num_decode - 1)
+        sampled = [end for end, (*_, samples) in zip(islice(ends, 1, None), chunks, strict=True) if samples]
+        if not num_decode and not sampled:
+            return lambda: torch.empty(3, 0, dtype=torch.int32)
+        rows_S = self._upload(np.array([*range(num_decode), *sampled]))
+        slots_N, positions_N = (torch.cat(x) for x in zip(*((p.slots_N, p.positions_N) for p in parts), strict=True))
+        return _fetch(self._sample(h_ND[rows_S], slots_N[rows_S], positions_N[rows_S]))
 
     def _decode(self, rows_4B: torch.Tensor, width: int) -> torch.Tensor:
         """A step of decode rows alone, int32 [4, B] -> [3, B] of `_sample`; asks the host for nothing."""
@@ -177,14 +222,13 @@ class Runner:
             single_rows=True,
         )
 
-    def _chunk_rows(self, chunks: Seq[Chunk]) -> _Part:
-        counts = [c.count for c in chunks]
-        slots = np.array([c.sequence.slot for c in chunks])
-        ids = np.concatenate([np.array(c.sequence.tokens[c.start : c.start + c.count]) for c in chunks])
-        positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
+    def _chunk_rows(self, chunks: Seq[tuple[int, int, np.ndarray, bool]]) -> _Part:
+        counts, slots = [len(ids) for _, _, ids, _ in chunks], np.array([slot for slot, *_ in chunks])
+        ends = [start + len(ids) for _, start, ids, _ in chunks]
+        ids = np.concatenate([ids for _, _, ids, _ in chunks])
+        positions = np.concatenate([np.arange(start, start + len(ids)) for _, start, ids, _ in chunks])
         rows_3N = self._upload(np.stack([ids, positions, np.repeat(slots, counts)]))
         ids_N, positions_N, slots_N = rows_3N.unbind(0)
-        ends = [c.start + c.count for c in chunks]
         width = max(pages_for(end, self.page_tokens) for end in ends)
         pages_N = self.tables[slots_N, positions_N // self.page_tokens].long()
         return _Part(
