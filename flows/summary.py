@@ -23,6 +23,14 @@ def _number(value: Any, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
+def _won_back(stats: dict[str, Any]) -> str:
+    """Training's share of the KL that four bits had added, on the same held-out tokens."""
+    plain, before, after = (stats[f"heldout_kl_{when}"]["all"] for when in ("unquantised", "before", "after"))
+    if plain is None or before <= plain:
+        return "-"
+    return f"{(before - after) / (before - plain):.0%}"
+
+
 def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) -> Table:
     """A column an iteration, so that any number of teachers fits a terminal."""
     table = Table(title=f"run {config.run_id}", title_justify="left")
@@ -47,6 +55,11 @@ def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) 
             f"held-out KL to {name}, before -> after",
             (f"{_number(s['heldout_kl_before'][key])} -> {_number(s['heldout_kl_after'][key])}" for s in trained),
         )
+    if config.student.precision == "mxfp4":
+        row(
+            "  before, had its weights kept bf16 values", (_number(s["heldout_kl_unquantised"]["all"]) for s in trained)
+        )
+        row("  of what four bits cost, won back in the iteration", (_won_back(s) for s in trained))
     row("teacher head loads a mini-batch", (_number(s["head_loads_per_mini_batch"], 0) for s in trained))
     row("log-prob mismatch in the sampler's precision, mean", (_number(s["mismatch_sampler_mean"], 6) for s in trained))
     row("log-prob mismatch as trained, mean", (_number(s["mismatch_trained_mean"], 6) for s in trained))

@@ -20,14 +20,17 @@ from tasks.workers import run_group, write_rows
 
 
 def _summary(config, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Numbers that the run prints: held-out KL before and after, by teacher and over all; loads; mismatch."""
+    """Numbers that the run prints: held-out KL before and after, by teacher and over all; loads; mismatch.
+
+    heldout_kl_unquantised: of an MXFP4 student before training, had its linears kept bf16 values.
+    """
 
     def values(name: str, teacher_index: int | None = None) -> list[tuple[int, float]]:
         found = [r for r in rows if r["name"] == name and r["teacher_index"] == teacher_index]
         return [(r["step"], r["value"]) for r in sorted(found, key=lambda r: r["step"])]
 
     out: dict[str, Any] = {}
-    for when in ("before", "after"):
+    for when in (*(["unquantised"] if config.student.precision == "mxfp4" else []), "before", "after"):
         out[f"heldout_kl_{when}"] = {
             "all": next((v for _, v in values(f"heldout_kl_{when}")), None),
             **{

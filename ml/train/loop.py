@@ -16,7 +16,7 @@ from ml.train.batches import Frame, Phase
 from ml.train.engine import TrainEngine
 from ml.train.heads import TeacherHeads
 from ml.train.loader import MicroBatch, RankBatches
-from ml.train.loss import computing_in
+from ml.train.loss import computing_in, unquantised
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,29 @@ def evaluate(
     engine: TrainEngine, batches: RankBatches, heads: TeacherHeads, report: Report,
     num_teachers: int, phase: Phase, step: int,
 ) -> None:  # fmt: skip
-    """KL on the held-out packs; `step` is the number of updates that the measured student has seen."""
-    tally = Tally(num_teachers, engine.device)
+    """KL on the held-out packs; `step` is the number of updates that the measured student has seen.
+
+    Before the first update an MXFP4 student is measured on bf16 values too, on the same tokens: four bits cost the
+    difference, which training is to win back.
+    """
+    tally, plain = (Tally(num_teachers, engine.device) for _ in range(2))
+    transformer = engine.module.transformer
+    compared = phase == "before" and transformer.precision == "mxfp4"
     seen = False
     for batch in batches.mini_batch(phase, 0):
         loss, kls, _ = engine(batch, heads)
         tally.add(batch, loss, kls)
+        if compared:
+            with unquantised(transformer):
+                loss, kls, _ = engine(batch, heads)
+            plain.add(batch, loss, kls)
         report.micro_batch(batch.frame)
         seen = True
     heads.take_loads()
     if seen:
         tally.report(report.metric, step, f"heldout_kl_{phase}")
+    if seen and compared:
+        plain.report(report.metric, step, "heldout_kl_unquantised")
 
 
 @torch.no_grad()

@@ -133,6 +133,20 @@ class Student(nn.Module):
 
 
 @contextmanager
+def unquantised(transformer: Transformer) -> Iterator[None]:
+    """Take the linears' weights on bf16's grid for a while, to learn what their own grid costs."""
+    linears = [m for m in transformer.modules() if isinstance(m, Linear)]
+    before: list[Precision] = [linear.precision for linear in linears]
+    try:
+        for linear in linears:
+            linear.precision = "bf16"
+        yield
+    finally:
+        for linear, precision in zip(linears, before, strict=True):
+            linear.precision = precision
+
+
+@contextmanager
 def computing_in(transformer: Transformer, compute: torch.dtype) -> Iterator[None]:
     """Run products in another dtype for a while: the sampler's, to recompute what it logged."""
     modules = [m for m in transformer.modules() if isinstance(m, Linear | Transformer)]

@@ -43,6 +43,10 @@ def straight(base) -> tuple[Path, list[dict[str, Any]]]:
     return work, events(work)
 
 
+def heldout_kl(work: Path, when: str) -> list[tuple[int | None, float]]:
+    return [(row["teacher_index"], row["value"]) for row in rows_of(work) if row["name"] == f"heldout_kl_{when}"]
+
+
 def test_a_student_in_mxfp4_exports_its_master_and_names_the_linears_that_fp8_would_change(base, straight):
     assert manifest_of(straight[0])["fp8_inexact"] == []
     assert not [row for row in rows_of(straight[0]) if row["name"] == "fp8_inexact_linears"]
@@ -58,6 +62,10 @@ def test_a_student_in_mxfp4_exports_its_master_and_names_the_linears_that_fp8_wo
     assert manifest_of(work)["fp8_inexact"] == [name]
     counts = [(row["step"], row["value"]) for row in rows_of(work) if row["name"] == "fp8_inexact_linears"]
     assert counts == [(STEPS, 1.0)]
+    plain = write_work(base, "plain", **options | {"precision": "bf16"})
+    events(plain)
+    assert heldout_kl(work, "unquantised") == heldout_kl(plain, "before") != heldout_kl(work, "before")
+    assert heldout_kl(plain, "unquantised") == []
     exported = load_file(fetch(work, "export", base / "wide-export") / "model.safetensors")
     assert exported.keys() == weights.keys()
     assert all(tensor.dtype == torch.float32 for tensor in exported.values())
