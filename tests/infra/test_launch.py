@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from infra.launch import RankCommand, RankProcess, group_commands, run_group, stop
-from infra.telemetry import Telemetry, read
 from schemas.errors import StoreError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -326,22 +325,3 @@ def test_a_second_interrupt_does_not_wait_for_the_grace_time(tmp_path: Path):
     said, _ = owner.communicate(timeout=30)
     assert "KeyboardInterrupt" in said
     assert not alive(rank_pid)
-
-
-def test_spans_and_metrics_of_several_processes_read_back_in_order(tmp_path: Path):
-    first, second = Telemetry(tmp_path / "t", "a"), Telemetry(tmp_path / "t", "b")
-    with first.span("outer", stage="teach") as attributes:
-        second.metric("tokens", 12.0, "tokens", partition=3)
-        with pytest.raises(KeyError), first.span("inner"):
-            raise KeyError
-        attributes["rows"] = 5
-    with open(first.path, "ab") as file:
-        file.write(b'{"kind": "span", "na')
-    first.close()
-    second.close()
-    outer, tokens, inner = read(tmp_path / "t")
-    assert (outer["name"], outer["attributes"], outer["error"]) == ("outer", {"stage": "teach", "rows": 5}, None)
-    assert (tokens["kind"], tokens["value"], tokens["unit"]) == ("metric", 12.0, "tokens")
-    assert tokens["attributes"] == {"partition": 3}
-    assert (inner["name"], inner["error"]) == ("inner", "KeyError")
-    assert 0.0 <= inner["seconds"] <= outer["seconds"]
