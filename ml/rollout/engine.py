@@ -32,6 +32,7 @@ from ml.rollout.sampling import SamplingParams
 from ml.rollout.scheduler import Scheduler
 from ml.rollout.scheduler import Sequence as Scheduled
 from ml.rollout.spill import KvLayout, PrefillCost, Spillable, SpilledKv, SpillQueue, SpillRecord, encode_kv
+from ml.rollout.together import LeadRunner
 from schemas.errors import ContractError
 
 
@@ -126,7 +127,10 @@ class _Trajectory(Scheduled):
 
 
 class RolloutEngine:
-    """One engine a process. stop_ids end a response; only ids below vocab_size can be sampled."""
+    """One engine a process. stop_ids end a response; only ids below vocab_size can be sampled.
+
+    Of ranks that share the model, rank 0 has the engine; the others `follow` (ml.rollout.together).
+    """
 
     def __init__(
         self,
@@ -141,7 +145,8 @@ class RolloutEngine:
         self.model, self.config, self.sampling, self.log = model, config, sampling, log
         self.stop_ids, self.vocab_size = frozenset(stop_ids), vocab_size
         self.kv_layout = KvLayout.of(model, config.student_digest)
-        self._runner = Runner(
+        runner = LeadRunner if model.group.ranks > 1 else Runner
+        self._runner = runner(
             model, max_sequences=config.max_sequences, num_pages=config.num_pages, page_tokens=config.page_tokens,
             split_tokens=config.split_tokens, vocab_size=vocab_size, sampling=sampling, graphs=config.graphs,
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """KV of one paused trajectory as bytes, and back: what a pre-empted worker leaves so that its heir need not prefill.
 
 A spill is a safetensors shard with the tensors "ids" I32 [M], "k" and "v" [M, L, G, C] in the compute dtype, and the
-metadata format, trajectory_id, student_digest and a CRC-32 (zlib) of each tensor's bytes, as decimal text.
+metadata format, trajectory_id, student_digest, ranks that shared the model, and a CRC-32 (zlib) of each tensor's
+bytes; numbers as decimal text.
 Invariant: KV is handed back only for the trajectory, the weights, the layout and the very tokens that it was computed
 from; anything else is refused, and the caller computes it again.
 
@@ -28,18 +29,23 @@ _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 @dataclass(frozen=True)
 class KvLayout:
-    """What KV must agree on before one worker can use another's. dtype: safetensors name."""
+    """What KV must agree on before one worker can use another's. dtype: safetensors name.
+
+    ranks: that shared the model (ml.tensor_parallel); where bits do not depend on it, KV is still computed again.
+    """
 
     student_digest: str
     dtype: str
     layers: int
     kv_heads: int
     head_channels: int
+    ranks: int = 1
 
     @classmethod
     def of(cls, model: Transformer, student_digest: str) -> KvLayout:
         config = model.config
-        return cls(student_digest, _DTYPES[model.compute], config.layers, config.kv_heads, config.head_channels)
+        return cls(student_digest, _DTYPES[model.compute], config.layers, config.kv_heads, config.head_channels,
+                   model.group.ranks)  # fmt: skip
 
     @property
     def position_bytes(self) -> int:
@@ -148,7 +154,8 @@ def encode_kv(kv: SpilledKv, layout: KvLayout, trajectory_id: str, token_ids: Se
         "v": (layout.dtype, _to_numpy(kv.v_MLGC)),
     }
     crcs = {f"crc_{name}": str(_crc(array)) for name, (_, array) in tensors.items()}
-    identity = {"format": FORMAT, "trajectory_id": trajectory_id, "student_digest": layout.student_digest}
+    identity = {"format": FORMAT, "trajectory_id": trajectory_id, "student_digest": layout.student_digest,
+                "ranks": str(layout.ranks)}  # fmt: skip
     return shards.encode(tensors, identity | crcs)
 
 
@@ -156,13 +163,14 @@ def decode_kv(data: bytes, where: str, layout: KvLayout, trajectory_id: str, tok
     """KV of the positions that the spill and the sequence share: min(kept, len(token_ids) - 1) of them.
 
     token_ids: prompt and logged response. Raises FormatError for damaged bytes; ContractError for KV of another
-    trajectory, student, dtype, layout or other tokens.
+    trajectory, student, number of ranks, dtype, layout or other tokens.
     """
     specs = shards.decode_header(data, where)
     metadata = shards.decode_metadata(data, where)
     _agree(where, "format", FORMAT, metadata.get("format"))
     _agree(where, "trajectory", trajectory_id, metadata.get("trajectory_id"))
     _agree(where, "student", layout.student_digest, metadata.get("student_digest"))
+    _agree(where, "tensor-parallel ranks", str(layout.ranks), metadata.get("ranks"))
     if set(specs) != {"ids", "k", "v"} or specs["ids"].dtype != "I32":
         raise FormatError(where, expected="I32 ids and tensors k and v", found=", ".join(sorted(specs)))
     shape = (*specs["ids"].shape, layout.layers, layout.kv_heads, layout.head_channels)

@@ -66,7 +66,14 @@ def test_no_more_positions_than_the_log_can_use(known):
 
 @pytest.mark.parametrize(
     "change",
-    [{"student_digest": "b" * 64}, {"dtype": "F32"}, {"layers": 3}, {"kv_heads": 2}, {"head_channels": 8}],
+    [
+        {"student_digest": "b" * 64},
+        {"dtype": "F32"},
+        {"layers": 3},
+        {"kv_heads": 2},
+        {"head_channels": 8},
+        {"ranks": 2},
+    ],
     ids=str,
 )
 def test_another_students_kv_is_refused(change):
