@@ -3,7 +3,8 @@
 Contestants take turns, so that what else the disk does hits all of them; a ratio is the median over the rounds.
 
     waiting    a step is logged, and waited for until it is durable: as slow as the log can be used
-    in flight  a step is waited for after the next one is logged, as the engine does
+    in flight  a step is waited for after the next one is logged, as the engine does, but with no step to compute:
+               what it shows is two changes of threads a sync, which an engine's step hides
     raw        the bytes of such a round in as many writes, each with fdatasync, appended to a file that grows
 """
 
@@ -127,7 +128,7 @@ def run(quick: bool) -> dict[str, Any]:
     return {
         "figures": {
             "durable_ratio": _figure(waiting, "x", ">= 0.8", waiting >= 0.8),
-            "durable_ratio_in_flight": _figure(in_flight, "x", ">= 0.8", in_flight >= 0.8),
+            "durable_ratio_in_flight": _figure(in_flight, "x", "", None),
             "steps_per_sync_in_flight": _figure(steps_per_sync, "steps", "", None),
             "durable_tokens_per_s": _figure(tokens_per_s, "tokens/s", "", None),
             "bytes_per_token": _figure(bytes_per_token, "bytes", "", None),
