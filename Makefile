@@ -1,5 +1,5 @@
 # Everything that a fresh machine needs: Python 3.11-3.13 with pip and venv, Java 17+, make.
-.PHONY: demo test setup models lint types imports lock clean
+.PHONY: demo test bad-input setup models lint types imports lock clean
 
 export PYTHONUNBUFFERED = 1
 
@@ -10,6 +10,9 @@ test: setup models lint types imports  ## everything that CI checks
 	@.venv/bin/python -m infra.spark fetch-jars jars s3
 	@echo "== tests"
 	@.venv/bin/python -m pytest -m "not gpu" --durations=20
+
+bad-input: setup  ## print the table of bad input: each case, the kind and exit status of its answer, where
+	@.venv/bin/python -m pytest -q --table tests/faults/test_bad_input.py tests/faults/test_bad_state.py
 
 setup:  ## project-local environment and Delta jars; seconds when both are there
 	@infra/setup/setup.sh

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from typing import Any
 
+import prefect
 from prefect import flow
+from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL
 
 from flows.iteration import iteration_flow
 from infra.store import ObjectStore, open_store
 from schemas import config as run_config
 from schemas import keys
 from schemas.config import RunConfig
+from schemas.errors import StoreError
 from tasks.session import Progress, open_session, silent
 from tasks.stage import StageResult
 
@@ -23,10 +28,34 @@ def _campaign(run_id: str, iterations: int) -> list[dict[str, StageResult]]:
     return [iteration_flow(run_id, iteration) for iteration in range(iterations)]
 
 
+def _reach_server() -> None:
+    """Raises StoreError when a Prefect server is configured and something else, or nothing, answers there.
+
+    Without one Prefect starts a server of this process's own on a free port.
+    """
+    url = PREFECT_API_URL.value()
+    if url is None:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            client.raise_for_api_version_mismatch()
+    except Exception as error:
+        where, found = (
+            re.sub(r"//[^/@\s]*@", "//", text).partition("\n")[0]  # without credentials
+            for text in (f"PREFECT_API_URL = {url}", str(error.__cause__ or error))
+        )
+        raise StoreError(
+            where, expected=f"a Prefect {prefect.__version__} server", found=found,
+            safe="everything: nothing was started",
+            next_command="prefect server start (--port if another program has it), or unset PREFECT_API_URL",
+        ) from error  # fmt: skip
+
+
 def run_campaign(
     config: RunConfig, *, progress: Progress = silent, from_iteration: int | None = None
 ) -> tuple[list[dict[str, StageResult]], dict[str, Any]]:
     """Run or continue a campaign in this process. Returns each iteration's stage results, and the session's notes."""
+    _reach_server()
     with open_session(config, progress=progress, from_iteration=from_iteration) as session:
         return _campaign(config.run_id, config.iterations), session.notes
 

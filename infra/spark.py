@@ -186,7 +186,7 @@ class SparkChild:
         if "error" in answer:
             raise error_from_json(answer["error"])
         raise StageError(
-            f"Spark process, {function}", found=f"{answer['exception']} | {self._log_end()}",
+            f"Spark process, {function}", expected="a result", found=f"{answer['exception']} | {self._log_end()}",
             safe="committed tables: a commit is whole or not there", next_command=f"less {self._log_path}",
         )  # fmt: skip
 

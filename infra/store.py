@@ -108,7 +108,7 @@ def check_key(key: str) -> str:
         or len(key.encode("utf-8", "replace")) > 900
         or any(len(part.encode("utf-8", "replace")) > 255 for part in parts)
     ):
-        raise ConfigError(f"object key {key!r}", expected="names joined by '/', none empty, '.' or '..'")
+        raise ConfigError("object key", expected="names joined by '/', none empty, '.' or '..'", found=repr(key))
     return key
 
 

@@ -61,7 +61,9 @@ def client_settings() -> dict[str, str]:
         session = Session()
         credentials = session.get_credentials()
     except aws.BotoCoreError as error:
-        raise ConfigError("AWS settings of the environment", found=str(error)) from error
+        raise ConfigError(
+            "AWS settings of the environment", expected="settings that boto3 takes", found=str(error)
+        ) from error
     if session.region_name:
         settings["AWS_REGION"] = session.region_name
     if credentials is not None:
@@ -157,7 +159,9 @@ class S3Store:
                     raise ConfigError("environment AWS_ENDPOINT_URL", expected="http(s)://HOST[:PORT]",
                                       found=str(error)) from error  # fmt: skip
                 except aws.BotoCoreError as error:  # of a profile or setting that is not there
-                    raise ConfigError("AWS settings of the environment", found=str(error)) from error
+                    raise ConfigError(
+                        "AWS settings of the environment", expected="settings that boto3 takes", found=str(error)
+                    ) from error
                 self._client_of = (os.getpid(), client)
             return self._client_of[1]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from schemas.errors import ConfigError
 from schemas.keys import check_run_id
@@ -124,7 +124,7 @@ class Rollout(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     prompts_per_partition: int = Field(8, gt=0)
     max_sequences: int = operational(32, gt=0, description="sequences in flight in one worker")
-    page_tokens: int = Field(64, gt=0, description="tokens of a KV page")
+    page_tokens: int = Field(64, gt=0, description="tokens of a KV page, a power of two")
     kv_bytes: int = operational(1 << 30, gt=0, description="KV cache of one worker")
     workers: int = operational(1, gt=0)
     threads: int = operational(0, ge=0, description="CPU threads of one worker; 0: cores divided by workers")
@@ -144,6 +144,15 @@ class Rollout(Section):
     max_attempts: int = operational(
         4, gt=0, description="starts of one partition in a row that bring no token before the stage fails"
     )
+
+
+    @field_validator("page_tokens")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        # Attention cuts keys at powers of two, and a page must not straddle a cut.
+        if value & (value - 1):
+            raise ConfigError("rollout.page_tokens", expected="a power of two", found=str(value))
+        return value
 
 
 class Teach(Section):
@@ -286,7 +295,8 @@ def parse(values: dict[str, Any], source: str = "config") -> RunConfig:
 def _override(values: dict[str, Any], setting: str) -> None:
     name, separator, text = setting.partition("=")
     if not separator or not name.strip():
-        raise ConfigError(f"--set {setting}", expected="SECTION.KEY=VALUE, for example train.learning_rate=1e-5")
+        example = "SECTION.KEY=VALUE, for example train.learning_rate=1e-5"
+        raise ConfigError(f"--set {setting}", expected=example, found="no name before a =")
     try:
         value = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:

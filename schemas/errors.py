@@ -13,17 +13,18 @@ class OpdError(Exception):
     """Base of the family.
 
     where: the file and offset, table and key, or setting at fault; expected, found: the two sides of the
-    breach; safe: what remains intact; next_command: what the user can run now. Empty parts are left out.
+    breach; safe: what remains intact; next_command: what the user can run now, both as the kind has them unless
+    given.
     """
 
     kind = "error"
     exit_status = 1
+    usually_safe = "everything that was committed"
+    usually_next = "the same command again, once that is cured"
 
-    def __init__(
-        self, where: str, *, expected: str = "", found: str = "", safe: str = "", next_command: str = ""
-    ) -> None:
+    def __init__(self, where: str, *, expected: str, found: str, safe: str = "", next_command: str = "") -> None:
         self.where, self.expected, self.found = where, expected, found
-        self.safe, self.next_command = safe, next_command
+        self.safe, self.next_command = safe or self.usually_safe, next_command or self.usually_next
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -52,6 +53,8 @@ class ConfigError(OpdError):
     """A setting, a path or a command line is wrong; nothing was started."""
 
     kind, exit_status = "config error", 2
+    usually_safe = "everything: nothing was started"
+    usually_next = "the same command again, once that is corrected"
 
 
 class FormatError(OpdError):
@@ -76,6 +79,8 @@ class StageError(OpdError):
     """A stage could not finish; what it finished so far is kept."""
 
     kind, exit_status = "stage error", 6
+    usually_safe = "everything that the run has finished or logged"
+    usually_next = "the same command again: it continues"
 
 
 _KINDS = {kind.kind: kind for kind in (ConfigError, FormatError, StoreError, ContractError, StageError)}

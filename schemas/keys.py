@@ -62,7 +62,9 @@ def seeded_order(seed: int, label: str, ids: Sequence[str]) -> list[str]:
 def check_run_id(run_id: str) -> str:
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(
-            f"run_id {run_id!r}", expected="1-100 letters, digits, '.', '_' or '-', starting with a letter or digit"
+            "run_id",
+            expected="1-100 letters, digits, '.', '_' or '-', starting with a letter or digit",
+            found=repr(run_id),
         )
     return run_id
 

@@ -15,7 +15,7 @@ from typing import Any
 from schemas import keys
 from schemas.config import RunConfig, compute_dtype
 from tasks.models import check_precisions, resolve_model, teacher_checks
-from tasks.prompts import prompts_of_iteration, read_prompts, split_prompts
+from tasks.prompts import prompts_of_iteration, split_prompts
 from tasks.rewards import check_verifiers
 from tasks.room import Room
 from tasks.session import Session
@@ -137,7 +137,7 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
     config = session.config
     check_precisions(student.folder, config)
     vocab_size = teacher_checks(student.folder, {t.id: resolve_model(t.path) for t in config.teachers})
-    prompts, repeated = read_prompts(config)
+    prompts, repeated = session.prompts
     if repeated:
         session.notes["repeated prompt rows, each counted once"] = repeated
     tokenizer = Tokenizer.load(student.folder)

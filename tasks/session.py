@@ -2,7 +2,8 @@
 
 The numbered run record holds what the run is (configuration content and model digests). Every start compares
 with the newest record; a difference is an error that names `--from-iteration`, which writes the next record and
-deletes the table slices from that iteration on. Stages whose fingerprints did not change recommit by themselves.
+deletes the table slices from that iteration on. Stages whose fingerprints did not change recommit by themselves. A
+run that has made nothing yet takes a changed configuration as it comes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from infra.spark import SparkChild
 from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas.config import RunConfig
-from schemas.errors import ContractError, FormatError, StoreError
+from schemas.errors import ContractError, StoreError
+from tasks.manifests import read_record
 from tasks.models import model_digest, resolve_model
 from tasks.prompt_files import file_source
+from tasks.prompts import read_prompts
 
 #: on_progress(stage, done, total, unit); total may grow.
 Progress = Callable[[str, int, int, str], None]
@@ -67,6 +70,11 @@ class Session:
             digests[f"teacher:{teacher.id}"] = model_digest(resolve_model(teacher.path))
         return digests
 
+    @functools.cached_property
+    def prompts(self) -> tuple[list[dict[str, Any]], int]:
+        """What `read_prompts` gives, read once: every iteration takes its slice of the same rows."""
+        return read_prompts(self.config)
+
 
 _current: ContextVar[Session] = ContextVar("session")
 
@@ -86,26 +94,12 @@ def run_record(session: Session) -> dict[str, Any]:
     }
 
 
-def read_json(store: ObjectStore, key: str) -> dict[str, Any]:
-    """A record or manifest. Raises FormatError for an object that is no JSON object, StoreError for a missing one."""
-    try:
-        value = json.loads(store.get(key))
-    except ValueError as error:
-        raise FormatError(
-            f"{store.root}/{key}", expected="a JSON object", found=str(error), safe="every other object",
-            next_command="take the object from a backup; or another run_id",
-        ) from error  # fmt: skip
-    if not isinstance(value, dict):
-        raise FormatError(f"{store.root}/{key}", expected="a JSON object", found=type(value).__name__)
-    return value
-
-
 def newest_record(store: ObjectStore, run_id: str) -> tuple[int, dict[str, Any]] | None:
     """(number, record) of the newest run record, or None for a run that never started."""
     records = store.list(keys.run_records(run_id))
     if not records:
         return None
-    return int(Path(records[-1]).stem), read_json(store, records[-1])
+    return int(Path(records[-1]).stem), read_record(store, records[-1])
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -118,6 +112,15 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     return [] if old == new else [f"{path}: {old!r} -> {new!r}"[:300]]
 
 
+def _has_made_anything(session: Session) -> bool:
+    """Has any stage of the run written more than who owned what?"""
+    prefix = keys.run_prefix(session.run_id) + "/"
+    bookkeeping = ("record", "lease", "epochs", "heartbeats")
+    return any(
+        not {*key.removeprefix(prefix).split("/")[:-1]}.intersection(bookkeeping) for key in session.store.list(prefix)
+    )
+
+
 def _check_record(session: Session, from_iteration: int | None) -> None:
     record = json.loads(keys.canonical_json(run_record(session)))
     newest = newest_record(session.store, session.run_id)
@@ -128,7 +131,10 @@ def _check_record(session: Session, from_iteration: int | None) -> None:
     compared = ("config", "models", "prompt_files")
     differences = _differences({n: old[n] for n in compared}, {n: record[n] for n in compared})
     if from_iteration is None:
-        if differences:
+        if differences and not _has_made_anything(session):
+            # Nothing stands on the old record: what failed was the first start, and its cure is no change.
+            session.store.put_if_absent(keys.run_record(session.run_id, number + 1), keys.canonical_json(record))
+        elif differences:
             raise ContractError(
                 f"run {session.run_id}, record {number}", expected="the configuration that the run began with",
                 found="; ".join(differences[:5]), safe="everything that the run has made",

@@ -56,7 +56,7 @@ def _refuse_writes(spark: SparkSession, text: str) -> None:
         pending += [children.apply(i) for i in range(children.size())]
     if writes:
         raise ConfigError(
-            f"SQL: {text}", expected=f"a statement that reads: {', '.join(_READS)}",
+            f"SQL: {text}", expected=f"a statement that reads: {', '.join(_READS)}", found="another one",
             safe="the tables: nothing was run", next_command='opd sql "SHOW TABLES IN opd"',
         )  # fmt: skip
 

@@ -17,7 +17,8 @@ from infra import leases, tables
 from schemas import keys
 from schemas.errors import ContractError, FormatError, StageError
 from schemas.rows import TABLES, content_digest
-from tasks.session import Session, read_json
+from tasks.manifests import read_partition, read_stage
+from tasks.session import Session
 
 #: Raised by one when the bytes that a stage writes change their meaning.
 FORMAT_VERSIONS = {"rollout": 1, "teach": 1, "dispatch": 1, "train": 1}
@@ -88,7 +89,7 @@ def run_stage(session: Session, stage: Stage) -> StageResult:
     prefix = keys.stage_prefix(session.run_id, stage.iteration, stage.name, mark)
     manifest_key = keys.stage_manifest(prefix)
     if session.store.head(manifest_key) is not None:
-        manifest = read_json(session.store, manifest_key)
+        manifest = read_stage(session.store, manifest_key)
         session.progress(stage.name, 1, 1, "already finished")
     elif session.target not in (None, (stage.iteration, stage.name)):
         raise StageError(
@@ -101,7 +102,7 @@ def run_stage(session: Session, stage: Stage) -> StageResult:
     for table, entry in manifest["tables"].items():
         commit(session, table, entry)
     if session.store.put_if_absent(manifest_key, keys.canonical_json(manifest)) is False:
-        stored = read_json(session.store, manifest_key)
+        stored = read_stage(session.store, manifest_key)
         if stored["output_digest"] != manifest["output_digest"]:
             raise ContractError(
                 manifest_key, expected=f"output {manifest['output_digest']}", found=stored["output_digest"],
@@ -150,7 +151,7 @@ def _execute(session: Session, stage: Stage, prefix: str, mark: str) -> dict[str
 
 
 def _finished(session: Session, prefix: str, partitions: Iterable[int]) -> dict[int, leases.Finished]:
-    found = {i: leases.finished(session.store, keys.partition_prefix(prefix, i)) for i in partitions}
+    found = {i: read_partition(session.store, prefix, i) for i in partitions}
     return {i: f for i, f in found.items() if f is not None}
 
 

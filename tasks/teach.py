@@ -13,7 +13,6 @@ from schemas import keys
 from schemas.config import compute_dtype
 from schemas.errors import ContractError
 from tasks.models import resolve_model
-from tasks.prompts import load_prompts
 from tasks.room import teacher_context
 from tasks.session import Session, read_table
 from tasks.stage import Stage, StageResult, run_stage
@@ -24,7 +23,7 @@ from tasks.workers import Limits, run_workers
 def _items(session: Session, iteration: int) -> dict[int, list[dict[str, Any]]]:
     """teacher_index -> what to read, in order of trajectory_id. Raises ContractError for an unknown prompt."""
     config = session.config
-    prompts = {p["prompt_id"]: p for p in load_prompts(config)}
+    prompts = {p["prompt_id"]: p for p in session.prompts[0]}
     index_of = {teacher_id: i for i, teacher_id in enumerate(config.teacher_ids)}
     tokenizers = {i: Tokenizer.load(resolve_model(config.teacher(i).path)) for i in index_of.values()}
     contexts: dict[tuple[int, str], list[int]] = {}

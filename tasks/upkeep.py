@@ -17,12 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra import leases
 from infra.store import ObjectStore, abandoned_writes, open_store
 from schemas import keys
 from schemas.errors import ContractError
 from schemas.rows import TABLES
-from tasks.session import read_json
+from tasks.manifests import read_partition, read_stage
 
 STALE_SECONDS = 86_400.0
 # A committer that was paused for as long as this many commits finds its lease gone, and Delta refuses it as well:
@@ -86,8 +85,8 @@ def _finished(store: ObjectStore, prefix: str, partitions: Iterable[int]) -> set
     key = keys.stage_manifest(prefix)
     if store.head(key) is None:
         return set()
-    epochs = read_json(store, key)["partitions"]
-    done = {partition: leases.finished(store, keys.partition_prefix(prefix, partition)) for partition in partitions}
+    epochs = read_stage(store, key)["partitions"]
+    done = {partition: read_partition(store, prefix, partition) for partition in partitions}
     return {p for p, finished in done.items() if finished is not None and epochs.get(str(p)) == finished.epoch}
 
 

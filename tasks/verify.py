@@ -7,18 +7,17 @@ invariants are counted from the rows themselves.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from infra import leases, tables
+from infra import tables
 from infra.store import ObjectStore, open_store
 from schemas import keys, shards
 from schemas.errors import ContractError, OpdError
 from schemas.rows import TABLES, content_digest
-from tasks.session import read_json
+from tasks.manifests import read_partition, read_stage
 
 STAGES = ("rollout", "teach", "dispatch", "train")
 
@@ -32,48 +31,74 @@ class Check:
     breaches: tuple[str, ...]
 
 
-def _manifests(store: ObjectStore, run_id: str) -> dict[tuple[int, str], list[dict[str, Any]]]:
-    found: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+Manifests = dict[tuple[int, str], list[dict[str, Any]]]
+
+
+def _manifests(store: ObjectStore, run_id: str) -> tuple[Manifests, Check]:
+    """Whole stage manifests by iteration and stage, and which ones are not whole."""
+    found: Manifests = defaultdict(list)
+    breaches, count = [], 0
     for key in store.list(keys.run_prefix(run_id) + "/"):
         parts = key.split("/")
         if len(parts) == 6 and parts[5] == "manifest.json" and parts[3] in STAGES:
-            manifest = read_json(store, key)
-            found[int(parts[2]), parts[3]].append(manifest | {"prefix": key.removesuffix("/manifest.json")})
-    return found
+            count += 1
+            place = (int(parts[2]), parts[3])
+            try:
+                manifest = read_stage(store, key)
+            except OpdError as error:
+                found.setdefault(place, [])
+                breaches.append(_in_a_line(error))
+                continue
+            found[place].append(manifest | {"prefix": key.removesuffix("/manifest.json")})
+    return found, Check("stage manifests are whole", count, tuple(breaches))
+
+
+def _in_a_line(error: OpdError) -> str:
+    return f"{error.where}: expected {error.expected}, found {error.found}"
 
 
 def _matches(root: str, manifest: dict[str, Any]) -> bool:
     for table, entry in manifest["tables"].items():
-        rows = tables.read_rows(root, table, entry["slice"])
+        try:
+            rows = tables.read_rows(root, table, entry["slice"])
+        except OpdError:  # said once, by the check of tables
+            return False
         if len(rows) != entry["num_rows"] or content_digest(TABLES[table], rows) != entry["digest"]:
             return False
     return True
 
 
-def _objects(store: ObjectStore, manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, digest) of everything that the partitions of a stage wrote."""
-    for partition in manifest["partitions"]:
-        found = leases.finished(store, keys.partition_prefix(manifest["prefix"], int(partition)))
-        if found is None:
-            yield keys.partition_prefix(manifest["prefix"], int(partition)), "a partition manifest"
-            continue
-        for entry in found.manifest["objects"]:
-            yield entry["key"], entry["digest"]
-        yield found.manifest["rows_key"], found.manifest["rows_digest"]
-
-
-def _check_objects(store: ObjectStore, manifests: list[dict[str, Any]]) -> Check:
-    breaches, count = [], 0
+def _check_partitions(
+    store: ObjectStore, manifests: list[dict[str, Any]]
+) -> tuple[Check, list[tuple[str, str]]]:  # fmt: skip
+    """The check, and (key, digest) of everything that the partitions wrote."""
+    breaches, objects, count = [], [], 0
     for manifest in manifests:
-        for key, digest in _objects(store, manifest):
+        for partition in manifest["partitions"]:
             count += 1
             try:
-                found = keys.digest_bytes(store.get(key))
+                found = read_partition(store, manifest["prefix"], int(partition))
             except OpdError as error:
-                found = f"{error.kind}: {error.found or error.where}"
-            if found != digest:
-                breaches.append(f"{key}: expected SHA-256 {digest}, found {found}")
-    return Check("objects hash to their manifest's digest", count, tuple(breaches))
+                breaches.append(_in_a_line(error))
+                continue
+            if found is None:
+                breaches.append(f"{keys.partition_prefix(manifest['prefix'], int(partition))}: not finished")
+                continue
+            objects += [(entry["key"], entry["digest"]) for entry in found.manifest["objects"]]
+            objects.append((found.manifest["rows_key"], found.manifest["rows_digest"]))
+    return Check("partition manifests are whole", count, tuple(breaches)), objects
+
+
+def _check_objects(store: ObjectStore, objects: list[tuple[str, str]]) -> Check:
+    breaches = []
+    for key, digest in objects:
+        try:
+            found = keys.digest_bytes(store.get(key))
+        except OpdError as error:
+            found = f"{error.kind}: {error.found or error.where}"
+        if found != digest:
+            breaches.append(f"{key}: expected SHA-256 {digest}, found {found}")
+    return Check("objects hash to their manifest's digest", len(objects), tuple(breaches))
 
 
 def _check_trajectories(store: ObjectStore, rows: list[dict[str, Any]], known_prompts: set[str]) -> list[Check]:
@@ -89,11 +114,17 @@ def _check_trajectories(store: ObjectStore, rows: list[dict[str, Any]], known_pr
     uneven = {k[:2] for k in shares if sum(s[:2] == k[:2] for s in shares) > 1}
     once += [f"iteration {i}, {split}: prompts differ in their number of samples" for i, split in sorted(uneven)]
     unknown = [f"{r['trajectory_id']}: prompt {r['prompt_id']}" for r in rows if r["prompt_id"] not in known_prompts]
-    tokens, decoded = [], {}
+    tokens: list[str] = []
+    masks: dict[str, np.ndarray] = {}
     for row in rows:
-        if row["shard_key"] not in decoded:
-            decoded[row["shard_key"]] = shards.decode(store.get(row["shard_key"]), row["shard_key"])
-        mask = decoded[row["shard_key"]]["sampled_mask"][row["first_row"] : row["first_row"] + row["response_tokens"]]
+        key = row["shard_key"]
+        if key not in masks:
+            try:
+                masks[key] = shards.decode(store.get(key), key)["sampled_mask"]
+            except OpdError as error:
+                tokens.append(_in_a_line(error))
+                masks[key] = np.zeros(0, np.uint8)
+        mask = masks[key][row["first_row"] : row["first_row"] + row["response_tokens"]]
         if len(mask) != row["response_tokens"] or int(np.sum(mask)) != row["sampled_tokens"]:
             tokens.append(f"{row['trajectory_id']}: {row['sampled_tokens']} sampled, mask has {int(np.sum(mask))}")
     return [
@@ -121,7 +152,7 @@ def _check_hidden(store: ObjectStore, rows: list[dict[str, Any]], tokens_of: dic
             block = np.frombuffer(data, np.uint8).reshape(row["rows"], spec.row_bytes)
             shards.check_block_crcs(block, row["block_crcs"], f"{key}, {row['trajectory_id']}")
         except OpdError as error:
-            damaged.append(str(error).replace("\n", "; "))
+            damaged.append(_in_a_line(error))
     short = [
         f"{t}, teacher {i}: {n} rows of {tokens_of[t]}" for (t, i), n in covered.items() if tokens_of.get(t, n) != n
     ]
@@ -169,10 +200,24 @@ def _check_plan(
     ]
 
 
+def _read_tables(root: str, run_id: str) -> tuple[dict[str, list[dict[str, Any]]], Check]:
+    """Rows of the run by table, none of those that cannot be read; of prompts, the ids of all."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    breaches = []
+    for table in TABLES:
+        whose, columns = ({}, ["prompt_id"]) if table == "prompts" else ({"run_id": run_id}, None)
+        try:
+            rows[table] = tables.read_rows(root, table, whose, columns=columns)
+        except OpdError as error:
+            rows[table] = []
+            breaches.append(_in_a_line(error))
+    return rows, Check("tables can be read", len(TABLES), tuple(breaches))
+
+
 def verify(root: str, run_id: str) -> list[Check]:
     """All checks of a run. Raises ContractError for a run that does not exist; breaches are returned."""
     store = open_store(root)
-    manifests = _manifests(store, run_id)
+    manifests, whole = _manifests(store, run_id)
     if not manifests:
         runs = sorted({k.split("/")[1] for k in store.list("runs/")}) or "no run"
         raise ContractError(
@@ -184,10 +229,10 @@ def verify(root: str, run_id: str) -> list[Check]:
         matching = [m for m in found if _matches(root, m)]
         if matching:
             current += matching[:1]
-        else:
+        elif found:
             mismatched.append(f"{stage} of iteration {iteration}: the tables differ from its manifest")
-    rows = {t: tables.read_rows(root, t, {"run_id": run_id}) for t in TABLES if t != "prompts"}
-    prompts = {p["prompt_id"] for p in tables.read_rows(root, "prompts", {}, columns=["prompt_id"])}
+    rows, unreadable = _read_tables(root, run_id)
+    prompts = {p["prompt_id"] for p in rows.pop("prompts")}
     trajectories = {r["trajectory_id"]: r for r in rows["trajectories"]}
     tokens_of = {i: r["response_tokens"] for i, r in trajectories.items()}
     iterations = {i for i, _ in manifests}
@@ -197,9 +242,13 @@ def verify(root: str, run_id: str) -> list[Check]:
         for row in found
         if row["iteration"] not in iterations
     ]
+    partitions, objects = _check_partitions(store, current)
     return [
+        whole,
+        unreadable,
         Check("tables equal their stage manifests", len(manifests), tuple(mismatched)),
-        _check_objects(store, current),
+        partitions,
+        _check_objects(store, objects),
         *_check_trajectories(store, rows["trajectories"], prompts),
         *_check_hidden(store, rows["hidden_shards"], tokens_of),
         *_check_plan(rows["plan"], trajectories, rows["hidden_shards"]),

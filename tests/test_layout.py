@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -36,3 +38,18 @@ def test_help_needs_neither_torch_nor_spark_nor_prefect():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
+
+
+def test_a_wheel_has_every_file_that_the_packages_read(tmp_path):
+    packages = ("flows", "tasks", "ml", "kernels", "schemas", "infra")
+    for name in packages:
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copyfile(REPOSITORY / name, tmp_path / name)
+    code = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True)
+    (wheel,) = (tmp_path / "dist").glob("opd-*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {str(p.relative_to(tmp_path)) for name in packages for p in (tmp_path / name).rglob("*") if p.is_file()}
+    apart = {name for name in wanted if name.startswith("infra/setup/") or name.endswith((".md", ".svg"))}
+    assert wanted - apart - packed == set()

@@ -290,7 +290,7 @@ class Interposed:
             answer = method(*args)
             if name == "put_if_absent" and self._lose_answer:
                 self._lose_answer = False
-                raise StoreError(args[0], found="connection reset")
+                raise StoreError(args[0], expected="an answer", found="connection reset")
             return answer
 
         return call
@@ -337,7 +337,7 @@ def test_a_lost_answer_is_resolved_by_the_nonce(store: ObjectStore):
 
 def test_a_put_that_never_arrived_is_an_error_and_no_epoch(store: ObjectStore):
     def unreachable() -> None:
-        raise StoreError("server", found="unreachable")
+        raise StoreError("server", expected="an answer", found="unreachable")
 
     with pytest.raises(StoreError):
         acquire(Interposed(store, {2: unreachable}), OWNED, owner={}, dead_after_seconds=9.0)  # pyright: ignore[reportArgumentType]
@@ -348,7 +348,7 @@ def test_heartbeats_go_on_after_the_store_was_away(store: ObjectStore):
     lease = take(store)
 
     def away() -> None:
-        raise StoreError("server", found="unreachable")
+        raise StoreError("server", expected="an answer", found="unreachable")
 
     interposed = Interposed(store, dict.fromkeys(range(1, 6), away))
     lease._store = interposed  # pyright: ignore[reportAttributeAccessIssue]

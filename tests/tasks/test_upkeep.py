@@ -43,14 +43,17 @@ def write_partition(store: ObjectStore, tmp_path: Path, prefix: str, partition: 
         store.put(keys.owned_object(owned, epoch, "tokens.safetensors"), b"tokens")
         store.put(keys.owned_object(owned, epoch, "rows.jsonl"), b"rows")
         if epoch == 2 and finish:
-            lease.finish({"objects": []})
+            lease.finish({"objects": [], "rows_key": "k", "rows_digest": "d", "num_rows": 0, "stats": {}})
             return 3
         leases.release(lease)
     return 2
 
 
 def put_manifest(store: ObjectStore, prefix: str, epochs: dict[int, int]) -> None:
-    body = {"stage": "rollout", "partitions": {str(p): e for p, e in epochs.items()}}
+    body = {
+        "stage": "rollout", "iteration": 0, "fingerprint": "f", "inputs": {}, "tables": {}, "stats": {},
+        "output_digest": "o", "partitions": {str(p): e for p, e in epochs.items()},
+    }  # fmt: skip
     assert store.put_if_absent(keys.stage_manifest(prefix), keys.canonical_json(body))
 
 

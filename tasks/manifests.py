@@ -1,0 +1,81 @@
+"""Reading the JSON objects that a run's truth rests on: its record, its stages' manifests, its partitions' manifests.
+
+They are checked when they are read, so that damage which is still JSON ends in a FormatError that names the object,
+and never far from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from infra import leases
+from infra.leases import Finished
+from infra.store import ObjectStore
+from schemas import keys
+from schemas.errors import FormatError
+
+#: A shape is a type; or a list of one shape, that of every item; or a dictionary of the fields that must be there.
+#: The field "*" gives the shape of every value.
+_RECORD = {"config": dict, "models": {"*": str}, "prompt_files": [str], "student_path": str}
+_TABLE = {"slice": dict, "row_keys": [str], "num_rows": int, "digest": str, "whole_digest": str}
+_STAGE = {
+    "stage": str, "iteration": int, "fingerprint": str, "inputs": {"*": str}, "partitions": {"*": int},
+    "tables": {"*": _TABLE}, "stats": dict, "output_digest": str,
+}  # fmt: skip
+_PARTITION = {
+    "objects": [{"key": str, "digest": str, "bytes": int}], "rows_key": str, "rows_digest": str, "num_rows": int,
+    "stats": dict,
+}  # fmt: skip
+
+
+def read_record(store: ObjectStore, key: str) -> dict[str, Any]:
+    """A run record. Raises FormatError for another object, StoreError for a missing one; so do the others here."""
+    return _read(store, key, _RECORD)
+
+
+def read_stage(store: ObjectStore, key: str) -> dict[str, Any]:
+    """The manifest of a finished stage."""
+    manifest = _read(store, key, _STAGE)
+    for name in manifest["partitions"]:
+        if not name.isdecimal():
+            raise FormatError(f"{store.root}/{key}, partitions", expected="numbers of partitions", found=repr(name))
+    return manifest
+
+
+def read_partition(store: ObjectStore, stage_prefix: str, partition: int) -> Finished | None:
+    """A finished partition with its manifest; None for one that is not finished."""
+    owned = keys.partition_prefix(stage_prefix, partition)
+    found = leases.finished(store, owned)
+    if found is not None:
+        check(found.manifest, _PARTITION, f"{store.root}/{keys.epoch(owned, found.epoch)}, manifest")
+    return found
+
+
+def check(value: Any, shape: Any, where: str) -> None:
+    """Raises FormatError, naming the field, for a JSON value that has not the shape."""
+    kind = type(shape) if isinstance(shape, dict | list) else shape
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise FormatError(where, expected=f"a JSON value of type {kind.__name__}", found=repr(value)[:100])
+    if isinstance(shape, list):
+        for index, item in enumerate(value):
+            check(item, shape[0], f"{where}, item {index}")
+    elif isinstance(shape, Mapping):
+        for name in value if "*" in shape else shape:
+            if name not in value:
+                raise FormatError(where, expected=f"a field {name!r}", found=f"fields {sorted(value)}"[:300])
+            check(value[name], shape.get("*", shape.get(name)), f"{where}, {name}")
+
+
+def _read(store: ObjectStore, key: str, shape: dict[str, Any]) -> dict[str, Any]:
+    where = f"{store.root}/{key}"
+    try:
+        value = json.loads(store.get(key))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            where, expected="a JSON object", found=str(error), safe="every other object",
+            next_command="take the object from a backup; or another run_id",
+        ) from error  # fmt: skip
+    check(value, shape, where)
+    return value
