@@ -226,6 +226,17 @@ def test_one_stage_alone_and_questions(finished):
     assert "chain_sum" in opd("sql", ready, "--data", data)
 
 
+def test_upkeep_takes_the_logs_and_nothing_else(finished, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(finished[0] / "data", data)
+    assert ": 0 damaged" in opd("wal", "check", data)
+    kept = {key: value for key, value in object_bytes(data).items() if "/wal/" not in key and "/spill/" not in key}
+    assert len(kept) < len(object_bytes(data))
+    opd("upkeep", "tiny", "--data", data)
+    assert object_bytes(data) == kept
+    assert "0 breaches" in opd("verify", "tiny", "--data", data)
+
+
 def test_damage_is_found(finished):
     folder, _, _ = finished
     shard = next((folder / "data").rglob("tokens.safetensors"))
