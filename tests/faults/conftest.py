@@ -17,11 +17,11 @@ from tests.faults.bad_input import ANSWERS, Site, copy_of, make_folder, run_apar
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--table", action="store_true", help="print the table of bad input that was tried")
+    parser.addoption("--table", action="store_true", default=False, help="print the table of bad input that was tried")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not (ANSWERS and terminalreporter.config.getoption("--table")):
+    if not (ANSWERS and terminalreporter.config.getoption("table", False)):
         return
     terminalreporter.section(f"{len(ANSWERS)} cases of bad input")
     for name, kind, where in sorted(ANSWERS, key=lambda answer: answer[1].exit_status):
