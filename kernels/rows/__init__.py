@@ -7,8 +7,8 @@ columns of a wider one (any row stride; a row is contiguous), so that one produc
 Invariant: a row's bits depend on that row alone, not on the others or on how many there are. Kernel and reference
 agree within one rounding of the dtype.
 
-impl, everywhere: None takes the kernel on CUDA where no gradient is recorded, and the reference, which is
-differentiable, elsewhere; a name forces one.
+Everything is differentiable but `rotate_into_pages`. impl, everywhere: None takes the kernel on CUDA, and the
+reference elsewhere; a name forces one ("kernel" then records no gradient).
 
 Shape letters: N rows, D width, I feed-forward width, H query heads, G KV heads, C channels of a head, M positions,
 P pages of T tokens.
@@ -118,9 +118,11 @@ def rotate_into_pages(
 
 
 def _implementation(impl: Implementation | None, *inputs: torch.Tensor) -> ModuleType:
+    # Triton is not installed, or has no driver, on machines that only run the reference.
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if impl == "kernel" or (impl is None and inputs[0].is_cuda and not recorded):
-        # Triton is not installed, or has no driver, on machines that only run the reference.
+    if impl is None and inputs[0].is_cuda and recorded:
+        from kernels.rows import training as chosen
+    elif impl == "kernel" or (impl is None and inputs[0].is_cuda):
         from kernels.rows import kernel as chosen
     else:
         from kernels.rows import reference as chosen

@@ -190,7 +190,8 @@ def _load(words_desc, x_desc, words_smem, x_smem, full, empty, first_m, steps):
         tma.async_copy_global_to_shared(x_desc, [first_m, step * (TILES * 64)], full.index(slot), x_smem.index(slot))
 
 
-@gluon.jit
+# A count of one step would become a constant, of which the compiler makes code that its own later passes refuse.
+@gluon.jit(do_not_specialize=["steps"])
 def _decode_mm(
     words_desc,
     exponents_ptr,

@@ -6,6 +6,7 @@ Checks: a student that is its own teacher has no KL and no gradient; the loss of
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ def measure(
     setting: Setting, shape: dict[str, Any], teacher_width: int, device: torch.device, *, comparable: bool
 ) -> dict[str, Any]:
     """Tokens a second, and peak memory, of whole steps: forward, loss, backward, AdamW."""
+    gc.collect()  # an engine's hooks make cycles, which hold the last setting's model
     forget_peak(device)
     model = random_student(shape, device, setting.precision)
     model.checkpoint_layers = setting.recompute
