@@ -10,9 +10,7 @@ Letters: V vocabulary rows, E width of the model, N outputs and K inputs of a li
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,8 @@ from ml.model_files import (
     tensor_files,
 )
 from ml.tensor_parallel import ALONE, Group
-from schemas.errors import ConfigError, FormatError, StoreError
+from ml.whole_folder import whole_folder
+from schemas.errors import ConfigError, FormatError
 
 SHARD_BYTES = 4 << 30
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -117,13 +116,7 @@ def save_model(
     a time and written in shards of at most shard_bytes (a larger tensor has a shard of its own). The folder appears
     complete under its name, replacing one of that name. Raises StoreError when the disk refuses.
     """
-    folder = Path(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise StoreError(str(folder), expected="a folder that can be written", found=str(error)) from error
-    try:
+    with whole_folder(Path(folder), what="a model folder", safe="what was there before") as partial:
         if companions is not None:
             _copy_companions(Path(companions), partial)
         dtypes = _write_shards(partial, tensors, shard_bytes)
@@ -131,13 +124,6 @@ def save_model(
         if len(dtypes) == 1:
             config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
         (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        _publish(partial, folder)
-    except (OSError, SafetensorError) as error:
-        raise StoreError(
-            str(folder), expected="a model folder written", found=str(error), safe="what was there before"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def export_mxfp4(folder: Path, source: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -327,26 +313,3 @@ def _copy_companions(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in (CONFIG, INDEX):
             shutil.copyfile(path, target / path.name)
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Make a finished folder durable, then give it its name."""
-    partial.chmod(0o755)
-    for path in (*partial.iterdir(), partial):
-        _fsync(path)
-    if folder.exists():
-        replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-        folder.rename(replaced / folder.name)
-        partial.rename(folder)
-        shutil.rmtree(replaced)
-    else:
-        partial.rename(folder)
-    _fsync(folder.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,8 +3,8 @@
     FOLDER/tensors-00000.safetensors ...    whole tensors by name, so that any number of ranks can continue
     FOLDER/state.json                       {"facts": {...}, "files": {NAME: {"bytes": n, "sha256": "..."}}}
 
-state.json is the marker: it is written last, after every file has been synced, and names what it vouches for. A
-folder without it is no checkpoint. DeepSpeed's own checkpoints are written in place, bound to a number of ranks, and
+state.json is the marker, and names what it vouches for: a folder gets its name when all of it is durable, and one
+without a marker is no checkpoint. DeepSpeed's own checkpoints are written in place, bound to a number of ranks, and
 their `latest` file vouches for nothing.
 """
 
@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from schemas.errors import FormatError, StoreError
+from ml.whole_folder import whole_folder
+from schemas.errors import FormatError
 from schemas.keys import canonical_json
 
 MARKER = "state.json"
@@ -49,24 +47,9 @@ class State:
 
 def save_state(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], facts: dict[str, Any]) -> None:
     """Write a folder that appears complete or not at all. Raises StoreError when the disk refuses."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise StoreError(str(folder), expected="a folder that can be written", found=str(error)) from error
-    try:
+    with whole_folder(folder, what="a checkpoint", safe="earlier checkpoints") as partial:
         files = _write_tensors(partial, tensors)
-        _write_synced(partial / MARKER, canonical_json({"facts": facts, "files": files}))
-        _sync(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        _sync(folder.parent)
-    except (OSError, SafetensorError) as error:
-        raise StoreError(
-            str(folder), expected="a checkpoint written", found=str(error), safe="earlier checkpoints"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        (partial / MARKER).write_bytes(canonical_json({"facts": facts, "files": files}))
 
 
 def load_state(folder: Path) -> State | None:
@@ -114,7 +97,6 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) ->
     def flush() -> None:
         path = folder / f"tensors-{len(files):05d}.safetensors"
         save_file(shard, path)
-        _sync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         shard.clear()
 
@@ -124,21 +106,6 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) ->
         shard[name] = tensor.contiguous()
     flush()
     return files
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:
