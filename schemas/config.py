@@ -127,6 +127,9 @@ class Rollout(Section):
     page_tokens: int = Field(64, gt=0, description="tokens of a KV page, a power of two")
     kv_bytes: int = operational(1 << 30, gt=0, description="KV cache of one worker")
     workers: int = operational(1, gt=0)
+    tensor_parallel: int = operational(
+        1, gt=0, description="ranks that share one worker's model, each on a GPU of its own; they divide its KV heads"
+    )
     threads: int = operational(0, ge=0, description="CPU threads of one worker; 0: cores divided by workers")
     seal_seconds: float = operational(
         2.0, gt=0, description="a segment is sealed and uploaded at this age at the latest"
@@ -144,7 +147,6 @@ class Rollout(Section):
     max_attempts: int = operational(
         4, gt=0, description="starts of one partition in a row that bring no token before the stage fails"
     )
-
 
     @field_validator("page_tokens")
     @classmethod

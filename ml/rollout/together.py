@@ -37,7 +37,7 @@ class LeadRunner(Runner):
         self._tell("place", placed)
         super().place(placed)
 
-    def run(self, rows: StepRows) -> Callable[[], torch.Tensor]:
+    def run(self, rows: StepRows) -> Callable[[], np.ndarray]:
         self._tell("run", rows)
         return super().run(rows)
 
@@ -56,9 +56,10 @@ class LeadRunner(Runner):
 
 
 def dismiss(group: Group) -> None:
-    """Rank 0: let the ranks that `follow` return."""
+    """Rank 0, when it needs the model no more: the ranks that `follow` return, and all leave torch.distributed."""
     if group.ranks > 1:
         _send(group, None)
+        dist.destroy_process_group()
 
 
 def follow(model: Transformer) -> None:
@@ -84,6 +85,7 @@ def follow(model: Transformer) -> None:
             runner.place(*arguments)
         elif command == "run":
             runner.run(*arguments)
+    dist.destroy_process_group()
 
 
 def _gather_heads(runner: Runner, kv: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,13 +30,13 @@ import torch
 
 from infra import leases
 from infra.store import ObjectStore, open_store
-from ml.checkpoint import load_model
 from ml.device import observed, rank_device
 from ml.model import Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.spill import KvLayout, SpilledKv, decode_kv
+from ml.rollout.together import dismiss
 from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_format import Spill
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, read_folder, recover
@@ -44,6 +44,7 @@ from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError
 from tasks.ranks.process import Say, run_rank, say
 from tasks.ranks.rollout_results import Response, publish
+from tasks.ranks.shared_student import load_student
 from tasks.rewards import Rewarder
 
 _REPORT_SECONDS = 0.25
@@ -143,15 +144,13 @@ def newest_log(
 class Worker:
     """Runs the partitions of one work file, one after another."""
 
-    def __init__(self, work: dict[str, Any], say: Say, stop: StopSignal) -> None:
-        self.work, self.say, self.stop = work, say, stop
+    def __init__(self, work: dict[str, Any], work_path: Path, say: Say, stop: StopSignal) -> None:
+        self.work, self.work_path, self.say, self.stop = work, work_path, say, stop
         self.store, self.scratch = open_store(work["root"]), Path(work["scratch"])
 
     @functools.cached_property
     def model(self) -> Transformer:
-        student = self.work["student"]
-        return load_model(Path(student["folder"]), precision=student["precision"], compute=self.work["compute"],
-                          device=rank_device())  # fmt: skip
+        return load_student(self.work, self.work_path)
 
     def run(self) -> None:
         """Raises Preempted, or OpdError for the partition that cannot go on; those before it are finished."""
@@ -159,6 +158,8 @@ class Worker:
         with Rewarder(self.work) as rewarder:
             for entry in self.work["partitions"]:
                 self._own(entry, rewarder)
+        if "model" in vars(self):
+            dismiss(self.model.group)
 
     def _own(self, entry: dict[str, Any], rewarder: Rewarder) -> None:
         owned = keys.partition_prefix(self.work["stage_prefix"], entry["partition"])
@@ -452,7 +453,7 @@ def _engine_request(request: dict[str, Any], resumed: Resumed | None) -> Request
 def main(arguments: list[str]) -> int:
     stop = StopSignal()
     try:
-        return run_rank(arguments, lambda work: Worker(work, say, stop).run())
+        return run_rank(arguments, lambda work: Worker(work, Path(arguments[0]), say, stop).run())
     except Preempted:
         return EXIT_PREEMPTED
 

@@ -65,7 +65,6 @@ def be_rank(rank: int, folder: Path) -> None:
         dismiss(group)
     else:
         follow(model)
-    dist.destroy_process_group()
 
 
 @pytest.fixture
