@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ class Traits:
     compute_dtypes: those that the kernels take. head_dtype: in which inference keeps embedding and head, None for the
     model's compute dtype. packs_mxfp4: whether a product reads MXFP4 codes themselves. split_tokens: where the
     sampler cuts a sequence's keys, in absolute positions; the cuts decide bits.
-    prefill_chunk_tokens: prefill rows of one rollout step. steps_in_flight: rollout steps that may run while an older
-    one is logged. graphs: whether decode steps are replayed from graphs.
+    prefill_chunk_tokens: prefill rows of one rollout step. steps_in_flight: rollout steps, or passes of a teacher, that
+    may run while an older one's result is taken. graphs: whether decode steps are replayed from graphs.
     """
 
     backend: str
@@ -60,7 +61,7 @@ _CUDA = Traits(
     compute_dtypes=frozenset({torch.bfloat16}),
     head_dtype=None,
     packs_mxfp4=True,
-    split_tokens=512,
+    split_tokens=1024,
     prefill_chunk_tokens=8192,
     steps_in_flight=1,
     graphs=True,
@@ -82,6 +83,21 @@ def rank_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a tensor to the host; the call that is returned waits until it is there."""
+    copy = tensor.to("cpu", non_blocking=True)
+    if tensor.device.type != "cuda":
+        return lambda: copy
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> torch.Tensor:
+        arrived.synchronize()
+        return copy
+
+    return wait
 
 
 def forget_peak(device: torch.device) -> None:

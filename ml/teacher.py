@@ -8,12 +8,14 @@ Letters: N packed tokens, E teacher width, T response tokens of one trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from ml.device import to_host, traits
 from ml.model import PackedCausal, Transformer
 from schemas.errors import ContractError
 
@@ -32,17 +34,28 @@ def hidden_states(model: Transformer, readings: Iterable[Reading], *, batch_toke
     Raises ContractError for an empty side, a sequence beyond the model's positions, an id without an embedding row,
     or a state that is not finite.
     """
+    passes: deque[Callable[[], list[torch.Tensor]]] = deque()
+    for batch in _batches(model, readings, batch_tokens):
+        passes.append(_read_batch(model, batch))
+        # The device goes on with a pass while the states of the one before reach the host.
+        if len(passes) > traits(model.head_weight.device).steps_in_flight:
+            yield from passes.popleft()()
+    for states in passes:
+        yield from states()
+
+
+def _batches(model: Transformer, readings: Iterable[Reading], batch_tokens: int) -> Iterator[list[Reading]]:
     batch: list[Reading] = []
     num_tokens = 0
     for index, reading in enumerate(readings):
         length = _check(model, reading, index)
         if batch and num_tokens + length > batch_tokens:
-            yield from _read_batch(model, batch)
+            yield batch
             batch, num_tokens = [], 0
         batch.append(reading)
         num_tokens += length
     if batch:
-        yield from _read_batch(model, batch)
+        yield batch
 
 
 def _check(model: Transformer, reading: Reading, index: int) -> int:
@@ -60,16 +73,22 @@ def _check(model: Transformer, reading: Reading, index: int) -> int:
 
 
 @torch.no_grad()
-def _read_batch(model: Transformer, batch: list[Reading]) -> list[torch.Tensor]:
+def _read_batch(model: Transformer, batch: list[Reading]) -> Callable[[], list[torch.Tensor]]:
+    """Start the pass; the call that is returned waits for its states."""
     sequences = [[*r.context_ids, *r.response_ids][:-1] for r in batch]
     device = model.head_weight.device
     cu_tokens = [0, *accumulate(len(s) for s in sequences)]
-    ids_N = torch.tensor([i for s in sequences for i in s]).to(device)
-    positions_N = torch.cat([torch.arange(len(s)) for s in sequences]).to(device)
+    ids_N = torch.tensor([i for s in sequences for i in s]).to(device, non_blocking=True)
+    positions_N = torch.cat([torch.arange(len(s)) for s in sequences]).to(device, non_blocking=True)
     h_NE = model(ids_N, positions_N, PackedCausal(cu_tokens)).to(torch.bfloat16)
-    if not torch.isfinite(h_NE).all():
-        raise ContractError("the teacher's hidden states", expected="finite numbers", found="NaN or infinity")
-    # One copy to the host for all of them; rows of the contexts are no product.
+    # Rows of the contexts are no product.
     lengths = [len(r.response_ids) for r in batch]
     rows_N = torch.cat([torch.arange(end - n, end) for n, end in zip(lengths, cu_tokens[1:], strict=True)])
-    return list(h_NE[rows_N.to(device)].cpu().split(lengths))
+    finite, states = to_host(torch.isfinite(h_NE).all()), to_host(h_NE[rows_N.to(device, non_blocking=True)])
+
+    def wait() -> list[torch.Tensor]:
+        if not finite():
+            raise ContractError("the teacher's hidden states", expected="finite numbers", found="NaN or infinity")
+        return list(states().split(lengths))
+
+    return wait
