@@ -267,7 +267,7 @@ class RolloutEngine:
         collected = self._runner.collect(ticket)
         self._scheduler.step_ended(number)
         trajectories = [self._known[s.trajectory_id] for s in ticket.sequences]
-        columns = collected.ids_S, collected.raw_S, collected.sampled_S
+        columns = collected.ids_R, collected.raw_R, collected.sampled_R
         if any(t.finish_reason for t in trajectories):
             going = [not t.finish_reason for t in trajectories]
             trajectories = [t for t in trajectories if not t.finish_reason]

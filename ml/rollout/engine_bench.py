@@ -70,12 +70,20 @@ class Run:
     step_seconds: of each step so far.
     """
 
-    def __init__(self, model: Transformer, max_sequences: int, num_tokens: int, **changes: Any) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        max_sequences: int,
+        num_tokens: int,
+        *,
+        page_tokens: int = PAGE_TOKENS,
+        **changes: Any,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="opd-bench-")
         self._log = TokenLog(Path(self._folder.name) / "log", LogHeader("bench", 0, 0, 1, "random"))
-        pages = max_sequences * pages_for(num_tokens, PAGE_TOKENS)
+        pages = max_sequences * pages_for(num_tokens, page_tokens)
         config = EngineConfig.on(
-            model.head_weight.device, max_sequences=max_sequences, page_tokens=PAGE_TOKENS, num_pages=pages
+            model.head_weight.device, max_sequences=max_sequences, page_tokens=page_tokens, num_pages=pages
         )
         vocab_size = model.config.vocab_rows
         self.engine = RolloutEngine(model, replace(config, **changes), SamplingParams(), (), vocab_size, self._log)

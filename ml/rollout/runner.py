@@ -9,16 +9,17 @@ of their launches, so a step may be launched before the one that samples its inp
 Invariant: a row's results and KV have the bits that its tokens and the weights give them, whatever else is in the
 step, however its sequence was cut into steps, and whether the step was replayed from a graph.
 
-Letters: N rows of the step, D decode rows, S sampled rows, B rows of a graph, V vocabulary, L layers, P pages, T tokens
-of a page, G KV heads, C channels, M positions of one sequence.
+Letters: N rows, D decode rows, S sequences, R sampled rows, V vocabulary, L layers, P pages, T tokens of a page, G KV
+heads, C channels, M positions of one sequence, X integers.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,27 +33,30 @@ from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.scheduler import Admitted, Plan, Sequence
 
-#: Rows of a decode graph, up to 128; from there on multiples of 64. Padding costs less than a graph more.
-_GRAPH_ROWS = (16, 32, 48, 64, 96, 128)
+#: Sizes of graphs: what is missing to the next one is filled up with rows that nobody reads. Decode rows above the last
+#: go in steps of 64. More chunk rows keep the device busy for longer than the host takes to launch them one by one.
+_DECODE_ROWS = (16, 32, 48, 64, 96, 128)
+_CHUNK_ROWS = (128, 256, 512, 1024, 2048)
+_CHUNKS = (16, 64)
 #: Positions of KV that are copied at once between host and device: the device holds a second copy of these.
 _COPIED_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A launched step. sequences: of the sampled rows, in the order of its results."""
+    """A launched step. sequences: of the sampled rows, in the order of its results, int32 [3, R]."""
 
     sequences: list[Sequence]
-    results: Callable[[], torch.Tensor]
+    results: Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Collected:
-    """ids int32 [S]; log-probabilities fp32 [S] of the raw model and of the distribution sampled from."""
+    """ids int32 [R]; log-probabilities fp32 [R] of the raw model and of the distribution sampled from."""
 
-    ids_S: np.ndarray
-    raw_S: np.ndarray
-    sampled_S: np.ndarray
+    ids_R: np.ndarray
+    raw_R: np.ndarray
+    sampled_R: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ class StepRows:
 class Runner:
     """vocab_size: ids that can be sampled. split_tokens: where attention cuts keys (kernels.paged_attention).
 
-    max_sequences: slots, numbered from 0. graphs: replay pure decode steps from CUDA
-    graphs, one for each number of rows and width of page tables that occurs, captured when it first does.
+    max_sequences: slots, numbered from 0. graphs: replay decode rows and short chunks from CUDA
+    graphs, which are captured when their size first occurs.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class Runner:
         self.vocab_size, self.sampling = vocab_size, sampling
         self.device = model.head_weight.device
         # A page and a slot more than the scheduler knows: rows that only fill up a graph live there.
+        self.spare_page, self.spare_slot = num_pages, max_sequences
         kv_heads = model.group.share(model.config.kv_heads)
         shape = (model.config.layers, num_pages + 1, page_tokens, kv_heads, model.config.head_channels)
         self.k_LPTGC = torch.zeros(shape, dtype=model.compute, device=self.device)
@@ -132,8 +137,8 @@ class Runner:
         self.tables = self._state((max_sequences + 1, self.max_pages), torch.int32)
         self.keys = self._state((max_sequences + 1,), torch.int64)
         self.last_ids = self._state((max_sequences + 1,), torch.int64)
-        spare = 0, 0, max_sequences, num_pages
-        self._graphs = _DecodeGraphs(self._decode, max_sequences, self.max_pages, spare) if graphs else None
+        self.tables[self.spare_slot] = self.spare_page
+        self._graphs = _Graphs() if graphs else None
 
     def admit(self, admitted: Seq[Admitted], keys: Seq[int]) -> None:
         """Give sequences their slots. keys: their 64-bit sampling keys. Whole prefixes are in place afterwards."""
@@ -147,8 +152,8 @@ class Runner:
 
     def collect(self, ticket: Ticket) -> Collected:
         """Wait for a launched step; steps are collected in the order of their launches."""
-        ids_S, raw_S, sampled_S = ticket.results().numpy()
-        return Collected(ids_S, raw_S.view(np.float32), sampled_S.view(np.float32))
+        ids_R, raw_R, sampled_R = ticket.results()
+        return Collected(ids_R, raw_R.view(np.float32), sampled_R.view(np.float32))
 
     def read_kv(self, pages: Seq[int], num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions 0..num_positions-1 as the launched steps leave them, [M, L, G, C] on the host,
@@ -184,82 +189,119 @@ class Runner:
                 cache_PTGC.index_copy_(0, targets, cache_PTGC.index_select(0, sources))
 
     @torch.no_grad()
-    def run(self, rows: StepRows) -> Callable[[], torch.Tensor]:
-        """Start a step; the call that it returns waits for the results of `_sample`."""
-        decode_4D, chunks = rows.decode_4D, rows.chunks
-        num_decode = decode_4D.shape[1]
-        if self._graphs is not None and not chunks:
-            return self._graphs.replay(decode_4D, rows.width)
-        parts = [self._decode_rows(self._upload(decode_4D), rows.width)] if num_decode else []
-        parts += [self._chunk_rows(chunks)] if chunks else []
-        h_ND = self._states(parts)
-        ends = accumulate((len(ids) for _, _, ids, _ in chunks), initial=num_decode - 1)
-        sampled = [end for end, (*_, samples) in zip(islice(ends, 1, None), chunks, strict=True) if samples]
-        if not num_decode and not sampled:
-            return lambda: torch.empty(3, 0, dtype=torch.int32)
-        rows_S = self._upload(np.array([*range(num_decode), *sampled]))
-        slots_N, positions_N = (torch.cat(x) for x in zip(*((p.slots_N, p.positions_N) for p in parts), strict=True))
-        return _fetch(self._sample(h_ND[rows_S], slots_N[rows_S], positions_N[rows_S]))
+    def run(self, rows: StepRows) -> Callable[[], np.ndarray]:
+        """Start a step; the call that it returns waits for the results of `_forward`."""
+        num_chunk_rows = sum(len(ids) for _, _, ids, _ in rows.chunks)
+        short = num_chunk_rows <= _CHUNK_ROWS[-1] and len(rows.chunks) <= _CHUNKS[-1]
+        graphs = self._graphs if short else None
+        batches = [self._decode_batch(rows, full=graphs is not None)] if rows.decode_4D.shape[1] else []
+        batches += [self._chunk_batch(rows, full=graphs is not None)] if rows.chunks else []
+        if graphs is None:
+            out_3R = self._forward([batch.part(self._upload(batch.integers_X)) for batch in batches])
+            return _fetch(out_3R, out_3R.shape[1])
+        # One after the other, so that few sizes occur: weights that are read twice cost less than single launches.
+        results = [graphs.replay(batch, lambda x, part=batch.part: self._forward([part(x)])) for batch in batches]
+        return lambda: np.concatenate([result() for result in results], 1)
 
-    def _decode(self, rows_4B: torch.Tensor, width: int) -> torch.Tensor:
-        """A step of decode rows alone, int32 [4, B] -> [3, B] of `_sample`; asks the host for nothing."""
-        part = self._decode_rows(rows_4B, width)
-        return self._sample(self._states([part]), part.slots_N, part.positions_N)
+    def _decode_batch(self, rows: StepRows, *, full: bool) -> _Batch:
+        """full: in a size that graphs have."""
+        num_rows, width = rows.decode_4D.shape[1], rows.width
+        size = num_rows
+        if full:
+            size, width = _size_for(num_rows, _DECODE_ROWS), self._full_width(width)
+        rows_4N = np.array([[0], [0], [self.spare_slot], [self.spare_page]], np.int32).repeat(size, 1)
+        rows_4N[:, :num_rows] = rows.decode_4D
+        part = functools.partial(self._decode_part, num_rows=size, width=width)
+        return _Batch(("decode", size, width), rows_4N.ravel(), num_rows, part)
 
-    def _decode_rows(self, rows_4D: torch.Tensor, width: int) -> _Part:
-        """rows: ids, or -1 for the last one sampled, positions, slots, pages. The tables learn the pages."""
-        ids_D, positions_D, slots_D, pages_D = rows_4D.long().unbind(0)
-        places_D = slots_D * self.tables.shape[1] + positions_D // self.page_tokens
-        self.tables.view(-1).index_copy_(0, places_D, rows_4D[3])
+    def _chunk_batch(self, rows: StepRows, *, full: bool) -> _Batch:
+        """full: in a size that graphs have."""
+        slots, starts, ids, samples = zip(*rows.chunks, strict=True)
+        counts = np.array([len(x) for x in ids])
+        ends, cu_rows_S1, sampling = starts + counts, np.cumsum([0, *counts]), np.flatnonzero(samples)
+        num_rows, width = int(cu_rows_S1[-1]), pages_for(int(ends.max()), self.page_tokens)
+        sizes = num_rows, len(slots), len(sampling)
+        if full:
+            # The rows that fill up belong to no sequence, the sequences have no row: attention computes neither.
+            sequences = _size_for(len(slots), _CHUNKS)
+            sizes, width = (_size_for(num_rows, _CHUNK_ROWS), sequences, sequences), self._full_width(width)
+        integers = (
+            _filled(np.concatenate(ids), sizes[0], 0),
+            _filled(np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)]), sizes[0], 0),
+            _filled(np.repeat(slots, counts), sizes[0], self.spare_slot),
+            _filled(slots, sizes[1], self.spare_slot),
+            _filled(ends, sizes[1], 0),
+            _filled(cu_rows_S1, sizes[1] + 1, num_rows),
+            _filled(cu_rows_S1[1:][sampling] - 1, sizes[2], 0),
+            _filled(np.array(slots)[sampling], sizes[2], self.spare_slot),
+        )
+        part = functools.partial(self._chunk_part, sizes=sizes, width=width)
+        return _Batch(("chunks", *sizes, width), np.concatenate(integers), len(sampling), part)
+
+    def _full_width(self, width: int) -> int:
+        """Pages of 4, 6, 8, 12, 16, 24, ...: a wider table costs empty programs, more widths more captures."""
+        octave = 1 << max(2, (width - 1).bit_length() - 1)
+        return min(self.max_pages, next(w for w in (octave, octave * 3 // 2, octave * 2) if w >= width))
+
+    # --- on the device, without a question to the host
+
+    def _decode_part(self, integers_X: torch.Tensor, *, num_rows: int, width: int) -> _Part:
+        """StepRows.decode_4D. The tables learn the pages."""
+        rows_4N = integers_X.view(4, num_rows)
+        ids_N, positions_N, slots_N, pages_N = rows_4N.long().unbind(0)
+        places_N = slots_N * self.tables.shape[1] + positions_N // self.page_tokens
+        self.tables.view(-1).index_copy_(0, places_N, rows_4N[3])
         return _Part(
-            ids_N=torch.where(ids_D < 0, self.last_ids[slots_D], ids_D),
-            positions_N=positions_D,
-            slots_N=slots_D,
-            kv_slots_N=pages_D * self.page_tokens + positions_D % self.page_tokens,
-            table_SP=self.tables[:, :width].index_select(0, slots_D),
-            cu_rows_S1=torch.arange(len(ids_D) + 1, dtype=torch.int32, device=self.device),
-            kv_tokens_S=rows_4D[1] + 1,
+            ids_N=torch.where(ids_N < 0, self.last_ids[slots_N], ids_N),
+            positions_N=positions_N,
+            kv_slots_N=pages_N * self.page_tokens + positions_N % self.page_tokens,
+            table_SP=self.tables[:, :width].index_select(0, slots_N),
+            cu_rows_S1=torch.arange(num_rows + 1, dtype=torch.int32, device=self.device),
+            kv_tokens_S=rows_4N[1] + 1,
             single_rows=True,
+            last_R=None,
+            slots_R=slots_N,
         )
 
-    def _chunk_rows(self, chunks: Seq[tuple[int, int, np.ndarray, bool]]) -> _Part:
-        counts, slots = [len(ids) for _, _, ids, _ in chunks], np.array([slot for slot, *_ in chunks])
-        ends = [start + len(ids) for _, start, ids, _ in chunks]
-        ids = np.concatenate([ids for _, _, ids, _ in chunks])
-        positions = np.concatenate([np.arange(start, start + len(ids)) for _, start, ids, _ in chunks])
-        rows_3N = self._upload(np.stack([ids, positions, np.repeat(slots, counts)]))
-        ids_N, positions_N, slots_N = rows_3N.unbind(0)
-        width = max(pages_for(end, self.page_tokens) for end in ends)
+    def _chunk_part(self, integers_X: torch.Tensor, *, sizes: tuple[int, int, int], width: int) -> _Part:
+        """Ids, positions, slots of the rows; slots, ends, row offsets of the sequences; rows and slots to sample."""
+        num_rows, sequences, sampled = sizes
+        lengths = [3 * num_rows, sequences, sequences, sequences + 1, sampled, sampled]
+        rows_X, slots_S, kv_tokens_S, cu_rows_S1, last_R, slots_R = integers_X.split(lengths)
+        ids_N, positions_N, slots_N = rows_X.view(3, num_rows).long().unbind(0)
         pages_N = self.tables[slots_N, positions_N // self.page_tokens].long()
         return _Part(
             ids_N=ids_N,
             positions_N=positions_N,
-            slots_N=slots_N,
             kv_slots_N=pages_N * self.page_tokens + positions_N % self.page_tokens,
-            table_SP=self.tables[:, :width].index_select(0, self._upload(slots)),
-            cu_rows_S1=self._upload(np.cumsum([0, *counts], dtype=np.int32)),
-            kv_tokens_S=self._upload(np.array(ends, np.int32)),
+            table_SP=self.tables[:, :width].index_select(0, slots_S),
+            cu_rows_S1=cu_rows_S1,
+            kv_tokens_S=kv_tokens_S,
             single_rows=False,
+            last_R=last_R.long(),
+            slots_R=slots_R.long(),
         )
 
-    def _states(self, parts: Seq[_Part]) -> torch.Tensor:
-        """Final states of the rows, part after part; their KV is in the cache afterwards."""
-        if len(parts) == 1:
-            return self.model(parts[0].ids_N, parts[0].positions_N, _PagedAttention(self, parts, parts[0].kv_slots_N))
+    def _forward(self, parts: Seq[_Part]) -> torch.Tensor:
+        """Compute the rows, leaving their KV in the cache, and sample: int32 [3, R], ids and the bits of the two
+        log-probabilities, part after part."""
         ids_N, positions_N, kv_slots_N = (
-            torch.cat(column) for column in zip(*((p.ids_N, p.positions_N, p.kv_slots_N) for p in parts), strict=True)
+            _join(x) for x in zip(*((p.ids_N, p.positions_N, p.kv_slots_N) for p in parts), strict=True)
         )
-        return self.model(ids_N, positions_N, _PagedAttention(self, parts, kv_slots_N))
-
-    def _sample(self, h_SD: torch.Tensor, slots_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
-        """int32 [3, S]: ids, and the bits of the two log-probabilities. positions: of the rows h comes from."""
-        logits_SV = self.model.logits(h_SD, self.vocab_size)
-        ids_S, raw_S, sampled_S = sample(
-            logits_SV, self.keys[slots_S], positions_S + 1,
+        h_ND = self.model(ids_N, positions_N, _PagedAttention(self, parts, kv_slots_N))
+        slots_R = _join([part.slots_R for part in parts])
+        if not len(slots_R):
+            return slots_R.new_empty((3, 0), dtype=torch.int32)
+        if len(parts) > 1 or parts[0].last_R is not None:
+            offsets = accumulate((len(part.ids_N) for part in parts[:-1]), initial=0)
+            last_R = _join([part.last() + offset for part, offset in zip(parts, offsets, strict=True)])
+            h_ND, positions_N = h_ND[last_R], positions_N[last_R]
+        ids_R, raw_R, sampled_R = sample(
+            self.model.logits(h_ND, self.vocab_size), self.keys[slots_R], positions_N + 1,
             temperature=self.sampling.temperature, top_k=self.sampling.top_k, top_p=self.sampling.top_p,
         )  # fmt: skip
-        self.last_ids.index_copy_(0, slots_S, ids_S)
-        return torch.stack((ids_S.int(), raw_S.view(torch.int32), sampled_S.view(torch.int32)))
+        self.last_ids.index_copy_(0, slots_R, ids_R)
+        return torch.stack((ids_R.int(), raw_R.view(torch.int32), sampled_R.view(torch.int32)))
 
     # --- between host and device
 
@@ -284,21 +326,37 @@ class Runner:
 
 
 @dataclass(frozen=True)
+class _Batch:
+    """Rows of a step as they go to the device. key: their sizes, for each of which there is a graph. num_results: how
+    many of the sampled rows somebody waits for, the first ones. part: of integers_X on the device."""
+
+    key: tuple
+    integers_X: np.ndarray
+    num_results: int
+    part: Callable[[torch.Tensor], _Part]
+
+
+@dataclass(frozen=True)
 class _Part:
     """Decode rows, or those of the chunks, of a step: one call of attention (kernels.paged_attention), since their
     page tables differ in width.
 
-    int64 [N]: ids, positions, slots of the rows' sequences, places in the cache; the rest int32.
+    int64: ids, positions, places in the cache of the rows; rows to be sampled, None for all; their sequences' slots.
+    The rest is int32.
     """
 
     ids_N: torch.Tensor
     positions_N: torch.Tensor
-    slots_N: torch.Tensor
     kv_slots_N: torch.Tensor
     table_SP: torch.Tensor
     cu_rows_S1: torch.Tensor
     kv_tokens_S: torch.Tensor
     single_rows: bool
+    last_R: torch.Tensor | None
+    slots_R: torch.Tensor
+
+    def last(self) -> torch.Tensor:
+        return torch.arange(len(self.ids_N), device=self.ids_N.device) if self.last_R is None else self.last_R
 
 
 class _PagedAttention:
@@ -318,62 +376,59 @@ class _PagedAttention:
         return o_NHC[0] if len(o_NHC) == 1 else torch.cat(o_NHC)
 
 
-def _fetch(out_3S: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start to bring a result to the host; the call that it returns waits for it."""
-    if out_3S.device.type == "cpu":
-        return lambda: out_3S
-    host = torch.empty(out_3S.shape, dtype=out_3S.dtype, pin_memory=True)
-    host.copy_(out_3S, non_blocking=True)
+def _fetch(out_3R: torch.Tensor, num_results: int) -> Callable[[], np.ndarray]:
+    """Start to bring results to the host; the call that it returns waits for them."""
+    if out_3R.device.type == "cpu":
+        return lambda: out_3R.numpy()
+    host_3R = torch.empty(out_3R.shape, dtype=out_3R.dtype, pin_memory=True)
+    host_3R.copy_(out_3R, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
-    def results() -> torch.Tensor:
+    def results() -> np.ndarray:
         arrived.synchronize()
-        return host
+        return host_3R.numpy()[:, :num_results]
 
     return results
 
 
-class _DecodeGraphs:
-    """Replays step(rows int32 [4, B], width) -> int32 [3, B] from a CUDA graph a (B, width), captured when first met.
+def _join(tensors: Seq[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
-    spare: ids, position, slot and page of a row that only fills up a graph.
-    """
 
-    def __init__(
-        self, step: Callable[[torch.Tensor, int], torch.Tensor], max_rows: int, max_width: int, spare: Seq[int]
-    ) -> None:
-        self._step, self._max_width = step, max_width
-        self._spare_41 = np.array(spare, np.int32)[:, None]
-        self._sizes = [n for n in (*_GRAPH_ROWS, *range(192, max_rows + 64, 64)) if n < max_rows + 64]
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+def _size_for(count: int, sizes: tuple[int, ...]) -> int:
+    return next((size for size in sizes if size >= count), -(-count // 64) * 64)
+
+
+def _filled(values: Any, size: int, filler: int) -> np.ndarray:
+    return np.concatenate([np.asarray(values, np.int32), np.full(size - len(values), filler, np.int32)])
+
+
+class _Graphs:
+    """CUDA graphs by the key of the batches that they compute. They share their memory, since they run in turn."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._pool: Any = None
+        self._stream = torch.cuda.Stream()
 
-    def replay(self, rows_4D: np.ndarray, width: int) -> Callable[[], torch.Tensor]:
-        num_rows = rows_4D.shape[1]
-        size, width = next(n for n in self._sizes if n >= num_rows), self._class_of(width)
-        rows_4B = torch.empty(4, size, dtype=torch.int32, pin_memory=True)
-        rows_4B.numpy()[:, :num_rows] = rows_4D
-        rows_4B.numpy()[:, num_rows:] = self._spare_41
-        graph, inputs_4B, out_3B = self._graphs.get((size, width)) or self._capture(size, width)
-        inputs_4B.copy_(rows_4B, non_blocking=True)
-        graph.replay()
-        fetched = _fetch(out_3B)
-        return lambda: fetched()[:, :num_rows]
-
-    def _class_of(self, width: int) -> int:
-        """The next width of 4, 6, 8, 12, 16, 24, ...: wider tables cost empty programs, more classes more captures."""
-        octave = 1 << max(2, (width - 1).bit_length() - 1)
-        return min(self._max_width, next(w for w in (octave, octave * 3 // 2, octave * 2) if w >= width))
-
-    def _capture(self, size: int, width: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
-        inputs_4B = torch.from_numpy(np.repeat(self._spare_41, size, 1)).to("cuda")
-        # Once without capture, on spare rows: kernels are compiled and libraries set up outside of the graph.
-        self._step(inputs_4B, width)
+    def replay(self, batch: _Batch, forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], np.ndarray]:
+        """forward: integers -> int32 [3, R], whose first columns are the batch's results."""
+        host_X = torch.from_numpy(batch.integers_X).pin_memory()
+        if batch.key in self._graphs:
+            graph, inputs_X, out_3R = self._graphs[batch.key]
+            inputs_X.copy_(host_X, non_blocking=True)
+            graph.replay()
+            return _fetch(out_3R, batch.num_results)
+        inputs_X = host_X.to("cuda")
+        # The first one of a size is computed without a graph: kernels are compiled and libraries set up outside.
+        results = _fetch(forward(inputs_X), batch.num_results)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out_3B = self._step(inputs_4B, width)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            out_3R = forward(inputs_X)
+            graph.capture_end()
         self._pool = self._pool or graph.pool()
-        self._graphs[size, width] = graph, inputs_4B, out_3B
-        return self._graphs[size, width]
+        self._graphs[batch.key] = graph, inputs_X, out_3R
+        return results

@@ -56,7 +56,7 @@ def test_logits_of_chunks_and_single_steps_equal_transformers(kind, monkeypatch)
             break
         collected = runner.collect(runner.launch(plan))
         scheduler.step_ended(scheduler.launched(plan))
-        assert not collected.raw_S.any()
+        assert not collected.raw_R.any()
     assert compared == sum(len(t) - len(t) // 2 for t in tokens)
 
 

@@ -77,6 +77,34 @@ def test_a_group_that_shares_its_prompt_equals_its_members_alone(compute, steps_
             assert rows() == prompts + again + sum(len(ids) - 1 for _, ids, _, _ in wanted.values())
 
 
+class FilledUp:
+    """In the place of graphs: batches of their sizes, computed as they are."""
+
+    def __init__(self) -> None:
+        self.keys: set[tuple] = set()
+
+    def replay(self, batch, forward):
+        self.keys.add(batch.key)
+        out_3R = forward(torch.from_numpy(batch.integers_X))
+        return lambda: out_3R.numpy()[:, : batch.num_results]
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_filling_up_to_the_sizes_of_graphs_changes_no_bit(monkeypatch, steps_in_flight):
+    graphs = FilledUp()
+    monkeypatch.setattr("ml.rollout.runner._Graphs", lambda: graphs)
+    model = models("qwen3")[2]
+    everything = requests(26, seed=12)
+    wanted = [alone(model, request) for request in everything]
+    config = replace(CONFIG, max_sequences=26, num_pages=250, prefill_chunk_tokens=150, graphs=True)
+    one = engine(model, replace(config, steps_in_flight=steps_in_flight))
+    for request in everything:
+        one.add(request)
+    finished = run(one)
+    assert [bits(finished[request.trajectory_id]) for request in everything] == wanted
+    assert {key[:2] for key in graphs.keys} == {("decode", 16), ("decode", 32), ("chunks", 128), ("chunks", 256)}
+
+
 def count_rows(one: RolloutEngine):
     """How many rows the model of an engine has computed since."""
     total = 0
