@@ -1,4 +1,4 @@
-"""A rollout engine whose model two ranks share over gloo: one rank's bits, through pauses, spills and resumption."""
+"""A rollout engine whose model two ranks share: one rank's bits, through pauses, spills and resumption."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,32 +15,45 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ml.checkpoint import load_model
+from ml.device import rank_device
+from ml.rollout.engine import EngineConfig
 from ml.rollout.spill import decode_kv
 from ml.rollout.together import dismiss, follow
-from ml.tensor_parallel import ALONE, Group
+from ml.tensor_parallel import join_group
 from schemas.errors import ContractError
 from tests.rollout_world import CONFIG, MemoryLog, bits, engine, requests, run
 
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
 REQUESTS = [replace(r, prompt_ids=r.prompt_ids[:20], max_response_tokens=24) for r in requests(7, seed=4)]
+LONGER = [replace(r, max_response_tokens=70) for r in requests(7, seed=4)]
 # Too few pages for all, so that KV is paused to the host and back.
 SMALL = replace(CONFIG, num_pages=12, max_sequences=6, steps_in_flight=1)
+SMALL_GPU = EngineConfig.on(torch.device("cuda"), max_sequences=6, page_tokens=64, num_pages=9, student_digest="s")
+#: Device -> engine, requests, heads' channels.
+SITES = {"cpu": (SMALL, REQUESTS, 8), "cuda": (SMALL_GPU, LONGER, 64)}
 
 
 def outcome(model) -> dict:
     """Every response by an engine that is stopped midway and followed by a second one, and the spilled KV."""
+    config, everything, _ = SITES[model.head_weight.device.type]
     log, spilled = MemoryLog(), {}
-    first = engine(model, SMALL, log=log)
-    for request in REQUESTS:
+    first = engine(model, config, log=log)
+    for request in everything:
         first.add(request)
     done = {}
     for _ in range(30):
         done |= {f.trajectory_id: f for f in first.step()}
     first.spill(lambda name, data: spilled.update({name: data}) or True, math.inf)
-    second = engine(model, SMALL)
-    for request in REQUESTS:
+    second = engine(model, config)
+    for request in everything:
         name = request.trajectory_id
         if name in done:
             continue
@@ -54,12 +68,13 @@ def outcome(model) -> dict:
     return {"responses": {i: bits(f) for i, f in (done | restored).items()}, "spilled": spilled}
 
 
-def be_rank(rank: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def be_rank(rank: int, folder: Path, kind: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=(folder / "port").read_text())  # fmt: skip
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    group = Group(rank, 2, dist.group.WORLD)
-    model = load_model(folder, precision="bf16", compute="bf16", group=group)
+    device = rank_device() if kind == "cuda" else torch.device("cpu")
+    group = join_group(device)
+    model = load_model(folder, precision="bf16", compute="bf16", device=device, group=group)
     if rank == 0:
         (folder / "outcome.pickle").write_bytes(pickle.dumps(outcome(model)))
         dismiss(group)
@@ -67,20 +82,22 @@ def be_rank(rank: int, folder: Path) -> None:
         follow(model)
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_ranks_roll_out_what_one_does(tmp_path, kind):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    if kind == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    folder, everything = tmp_path, SITES[kind][1]
     torch.manual_seed(5)
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 160}  # fmt: skip
-    Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.2)).save_pretrained(tmp_path)
-    return tmp_path
-
-
-def test_two_ranks_roll_out_what_one_does(folder):
+    sizes: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 4 * SITES[kind][2], "intermediate_size": 48 if kind == "cpu" else 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 160,
+    }  # fmt: skip
+    Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.2)).save_pretrained(folder)
+    (folder / "port").write_text(str(free_port()))
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=be_rank, args=(rank, folder)) for rank in range(2)]
+    processes = [context.Process(target=be_rank, args=(rank, folder, kind)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -88,14 +105,14 @@ def test_two_ranks_roll_out_what_one_does(folder):
     assert [process.exitcode for process in processes] == [0, 0]
     torch.set_num_threads(1)
     found = pickle.loads((folder / "outcome.pickle").read_bytes())
-    model = load_model(folder, precision="bf16", compute="bf16", group=ALONE)
+    model = load_model(folder, precision="bf16", compute="bf16", device=kind)
     want = outcome(model)
-    assert len(want["responses"]) == len(REQUESTS)
+    assert len(want["responses"]) == len(everything)
     assert found["responses"] == want["responses"]
     # KV of two ranks has the heads of both, but says whose it is, and is not taken by one.
     assert set(found["spilled"]) == set(want["spilled"])
     name = next(iter(want["spilled"]))
-    request = next(r for r in REQUESTS if f"{r.trajectory_id}.kv" == name)
+    request = next(r for r in everything if f"{r.trajectory_id}.kv" == name)
     tokens = [*request.prompt_ids, *want["responses"][request.trajectory_id][1]]
     one = engine(model).kv_layout
     kept = [
