@@ -20,6 +20,7 @@ import torch
 from schemas.errors import ContractError
 
 Divergence = Literal["reverse", "forward"]
+Precision = Literal["exact", "fp8_gradients", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Plan:
     """What an implementation is asked for besides the tensors.
 
     divergence: "reverse" is KL(student || teacher), "forward" KL(teacher || student). temperature divides both
-    logits. vocab_size: rows of both heads that count. chunk_bytes: bound on the workspace.
-    want_h, want_w: which gradients to form.
+    logits. vocab_size: rows of both heads that count. chunk_bytes: bound on the workspace. precision: which
+    products are FP8. want_h, want_w: which gradients to form.
     """
 
     divergence: Divergence
@@ -37,6 +38,15 @@ class Plan:
     chunk_bytes: int
     want_h: bool
     want_w: bool
+    precision: Precision = "exact"
+
+    @property
+    def fp8_logits(self) -> bool:
+        return self.precision == "fp8"
+
+    @property
+    def fp8_gradients(self) -> bool:
+        return self.precision != "exact"
 
 
 def linear_kl(
@@ -50,6 +60,7 @@ def linear_kl(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     chunk_bytes: int = 256 << 20,
+    precision: Precision = "exact",
     impl: Literal["kernel", "reference"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, kl_N): the fp32 scalar sum(weight_N * kl_N), differentiable in h_ND and w_VD, and the fp32
@@ -65,6 +76,12 @@ def linear_kl(
     for a bf16 head, unless that leaf's `grad_dtype` is torch.float32). One backward pass a call: a second raises
     RuntimeError, since the first scales the gradients in place. No double backward.
 
+    precision: "exact" rounds nothing but operands to the states' dtype. "fp8_gradients" keeps the loss exact and forms
+    both gradients of FP8 operands; "fp8" makes both logits of FP8 operands too, so that the KL itself is off: an
+    approximation, whose bias kernels/BENCH.md states. FP8 means E4M3 with power-of-two scales, fp32 sums: blocks of
+    1 x 128 along the sum for the gradient of the logits and for states in logits, tiles of 128 x 128 for heads and
+    for states in w_VD's gradient, where a tile is 128 tokens. D and E must be multiples of 16 then.
+
     impl: "kernel" on CUDA and "reference" elsewhere unless named. The result does not depend on N's chunking
     beyond rounding. Raises ContractError for heads without a shared vocabulary, ValueError for shapes, devices
     or options that cannot be meant.
@@ -72,6 +89,10 @@ def linear_kl(
     vocab_size = _check(h_ND, w_VD, t_NE, u_VE, weight_N, vocab_size)
     if divergence not in ("reverse", "forward"):
         raise ValueError(f"divergence {divergence!r} is neither 'reverse' nor 'forward'")
+    if precision not in ("exact", "fp8_gradients", "fp8"):
+        raise ValueError(f"precision {precision!r} is none of 'exact', 'fp8_gradients' and 'fp8'")
+    if precision != "exact" and (h_ND.shape[1] % 16 or t_NE.shape[1] % 16):
+        raise ValueError(f"widths {h_ND.shape[1]} and {t_NE.shape[1]} must be multiples of 16 for FP8 products")
     if not temperature > 0 or chunk_bytes <= 0:
         raise ValueError(f"temperature {temperature} and chunk_bytes {chunk_bytes} must be positive")
     # Inside an autograd function grad mode is always off, so what is wanted is settled here.
@@ -83,6 +104,7 @@ def linear_kl(
         chunk_bytes,
         recording and h_ND.requires_grad,
         recording and w_VD.requires_grad,
+        precision,
     )
     impl = impl or ("kernel" if h_ND.is_cuda else "reference")
     loss, kl_N = _LinearKL.apply(h_ND, w_VD, t_NE, u_VE, weight_N.float(), plan, impl)

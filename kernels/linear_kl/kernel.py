@@ -2,12 +2,13 @@
 
 Rows go in slabs of G tokens, a slab's logits in chunks of L <= G:
 
-    for each slab:  for each chunk:  z_s = h w', z_t = t u'  (fp32)   ->  kl, dz (rows of the slab, dtype of h)
+    for each slab:  for each chunk:  z_s = h w', z_t = t u'  (fp32)   ->  kl, dz (rows of the slab, dtype of h or FP8)
                     dX[slab] = dz w        dW += dz' h  (fp32 sums; the first slab overwrites)
 
 Two sizes because the products want different things: logits cost 8 bytes each and are satisfied with L rows, while
 dW is read and written whole once a slab, so a slab is long and holds only dz. All buffers lie in one workspace a
-device and stream, allocated once. Rows are padded to a multiple of 16 with weight 0.
+device and stream, allocated once. Rows are padded to a multiple of 16, or 128 for FP8, with weight 0. In FP8 the last
+two products go through the vocabulary in parts, whose turned operands are made as they are needed.
 
 Legend: N packed tokens, G tokens of a slab, L tokens of a chunk, D student width, E teacher width, V vocabulary.
 """
@@ -23,58 +24,92 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.linear_kl import products
+from kernels.linear_kl import fp8, products
+from kernels.linear_kl.products import Fp8
+from kernels.quant.bits import E4M3_CARRY, E4M3_EXPONENT, e4m3, fp8_scale, scale_byte, top_bits
 
 _ROW_STEP = 16
 # Odd sizes would leave the library few algorithms, which differ in bits and speed.
 _COLUMN_STEP = 8
-# A slab is this many chunks: 8 bytes of logits a token for 2 bytes of gradient make both halves equal.
+# A slab is this many chunks: 8 bytes of logits a token for 2 bytes, or 1, of gradient make both halves equal.
 _CHUNKS_PER_SLAB = 4
+_CHUNKS_PER_FP8_SLAB = 8
 _MAX_CHUNK_ROWS = 1024
 # Columns that one program of the KL pass keeps in registers.
 _SLICE = 8192
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
+_VECTORS = ("weight_G", "kl_L", "arrived_L")
 _buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
     """kl_N fp32, and the gradients of sum(weight_N * kl_N): in h_ND's dtype and in fp32 (None if not wanted)."""
     N, V, device = h_ND.shape[0], plan.vocab_size, h_ND.device
+    columns = _columns(plan)
     kl_N = torch.empty(N, dtype=torch.float32, device=device)
     grad_h_ND = torch.empty_like(h_ND, memory_format=torch.contiguous_format) if plan.want_h else None
-    grad_w_VD = torch.empty(w_VD.shape, dtype=torch.float32, device=device) if plan.want_w else None
-    if grad_w_VD is not None:
+    grad_w_VD = None
+    if plan.want_w:
+        # A product that fills whole blocks of rows writes zeros past the vocabulary.
+        rows = max(w_VD.shape[0], columns) if plan.fp8_gradients else w_VD.shape[0]
+        grad_w_VD = torch.empty(rows, w_VD.shape[1], dtype=torch.float32, device=device)
         grad_w_VD[V if N else 0 :].zero_()
     if N == 0:
-        return kl_N, grad_h_ND, grad_w_VD
-    w_values_VD, u_values_VE = _values(w_VD, V, h_ND.dtype), _values(u_VE, V, t_NE.dtype)
-    space = _Workspace.of(h_ND, t_NE, V, plan.chunk_bytes)
+        return kl_N, grad_h_ND, None if grad_w_VD is None else grad_w_VD[: w_VD.shape[0]]
+    heads, space = _Heads.of(h_ND, w_VD, t_NE, u_VE, plan), _Workspace.of(h_ND, t_NE, columns, plan)
     for first in range(0, N, space.slab_rows):
         rows = min(space.slab_rows, N - first)
-        padded = -(-rows // _ROW_STEP) * _ROW_STEP
-        h_GD, dz_GV, weight_G = space.h_GD[:padded], space.dz_GV[:padded], space.weight_G[:padded]
+        padded = -(-rows // space.row_step) * space.row_step
+        h_GD, weight_G = space.h_GD[:padded], space.weight_G[:padded]
         weight_G[:rows] = weight_N[first : first + rows]
         weight_G[rows:].zero_()
         _take_rows(h_ND, first, weight_G, h_GD)
+        dz_GV = space.gradient(padded)
         for start in range(0, padded, space.chunk_rows):
             chunk = slice(start, min(start + space.chunk_rows, padded))
             size = chunk.stop - chunk.start
             _take_rows(t_NE, first + start, weight_G[chunk], space.t_LE[:size])
-            _multiply(h_GD[chunk], w_values_VD.t(), space.student_LV[:size], size == space.chunk_rows)
-            _multiply(space.t_LE[:size], u_values_VE.t(), space.teacher_LV[:size], size == space.chunk_rows)
-            _kl_pass(space, size, weight_G[chunk], dz_GV[chunk], plan)
-            live = min(chunk.stop, rows) - start
+            h_LD, t_LE = h_GD[chunk], space.t_LE[:size]
+            if plan.fp8_logits:
+                h_LD, t_LE = fp8.rows(h_LD), fp8.rows(t_LE)
+            _multiply(h_LD, heads.student_DV, space.student_LV[:size], size == space.chunk_rows)
+            _multiply(t_LE, heads.teacher_EV, space.teacher_LV[:size], size == space.chunk_rows)
+            _kl_pass(space, start, size, dz_GV, plan)
+            live = max(min(chunk.stop, rows) - start, 0)
             kl_N[first + start : first + start + live] = space.kl_L[:live]
+        grad_h_GD, recurring = space.grad_h_GD[:padded], padded == space.slab_rows
+        if isinstance(dz_GV, Fp8):
+            _fp8_gradients(space, dz_GV, h_GD, w_VD, grad_h_GD, grad_w_VD, plan, first > 0, recurring)
+        else:
+            if plan.want_h:
+                _multiply(dz_GV, heads.student_DV.t(), grad_h_GD, recurring)
+            if grad_w_VD is not None:
+                _add(dz_GV[:, :V].t(), h_GD, grad_w_VD[:V], first > 0, recurring)
         if grad_h_ND is not None:
-            _multiply(dz_GV, w_values_VD, space.grad_h_GD[:padded], padded == space.slab_rows)
-            grad_h_ND[first : first + rows] = space.grad_h_GD[:rows]
+            grad_h_ND[first : first + rows] = grad_h_GD[:rows]
+    return kl_N, grad_h_ND, None if grad_w_VD is None else grad_w_VD[: w_VD.shape[0]]
+
+
+def _fp8_gradients(space, dz_GV, h_GD, w_VD, grad_h_GD, grad_w_VD, plan, accumulate, recurring):
+    """A slab's share of both gradients, part by part of the vocabulary. Overwrites grad_h_GD."""
+    rows, columns = dz_GV.shape
+    if grad_w_VD is not None:
+        turned_h_DG = space.turned_h(rows)
+        fp8.turned_tiles(h_GD, turned_h_DG, h_GD.dtype)
+    for start in range(0, columns, fp8.PART_COLUMNS):
+        part = slice(start, min(start + fp8.PART_COLUMNS, columns))
+        size = part.stop - part.start
+        part_GV = Fp8(dz_GV.codes[:, part], dz_GV.scales[start // fp8.BLOCK :])
+        if plan.want_h:
+            head_DV = space.turned_head(size)
+            fp8.turned_tiles(w_VD[start : min(part.stop, plan.vocab_size)], head_DV, h_GD.dtype)
+            _add(part_GV, head_DV.t(), grad_h_GD, start > 0, recurring)
         if grad_w_VD is not None:
-            if first == 0 and padded == space.slab_rows:
-                products.tune(dz_GV[:, :V].t(), h_GD, grad_w_VD[:V], accumulate=True)
-            products.multiply(dz_GV[:, :V].t(), h_GD, grad_w_VD[:V], accumulate=first > 0)
-    return kl_N, grad_h_ND, grad_w_VD
+            part_VG = space.turned_gradient(size, rows)
+            fp8.turned_gradient(part_GV, part_VG)
+            _add(part_VG, turned_h_DG.t(), grad_w_VD[part], accumulate, recurring)
 
 
 def scale(gradient, factor):
@@ -94,7 +129,23 @@ def release_workspaces() -> None:
 
 
 @dataclass(frozen=True)
+class _Heads:
+    """The heads as the products of logits take them."""
+
+    student_DV: torch.Tensor | Fp8
+    teacher_EV: torch.Tensor | Fp8
+
+    @staticmethod
+    def of(h_ND, w_VD, t_NE, u_VE, plan) -> _Heads:
+        V, columns = plan.vocab_size, _columns(plan)
+        of_values = _tiles if plan.fp8_logits else _values
+        student_VD, teacher_VE = (of_values(x, V, y.dtype, columns) for x, y in ((w_VD, h_ND), (u_VE, t_NE)))
+        return _Heads(student_VD.t(), teacher_VE.t())
+
+
+@dataclass(frozen=True)
 class _Workspace:
+    row_step: int
     chunk_rows: int
     slab_rows: int
     student_LV: torch.Tensor
@@ -107,26 +158,54 @@ class _Workspace:
     kl_L: torch.Tensor
     partial_L: torch.Tensor
     arrived_L: torch.Tensor
+    # For FP8: what the gradient's codes lack, and one part's turned operands.
+    dz_scales: torch.Tensor | None = None
+    turned_dz_VG: torch.Tensor | None = None
+    turned_dz_scales: torch.Tensor | None = None
+    turned_head_DV: torch.Tensor | None = None
+    turned_head_scales: torch.Tensor | None = None
+    turned_h_DG: torch.Tensor | None = None
+    turned_h_scales: torch.Tensor | None = None
 
     @staticmethod
-    def of(h_ND, t_NE, V, chunk_bytes) -> _Workspace:
-        """Buffers for `chunk_bytes` of logits and dz (at least 16 rows), the same addresses at every call."""
-        columns = -(-V // _COLUMN_STEP) * _COLUMN_STEP
-        chunk_rows, slab_rows = _rows(columns, h_ND.element_size(), chunk_bytes)
-        slices = -(-V // _SLICE)
+    def of(h_ND, t_NE, columns, plan) -> _Workspace:
+        """Buffers for `chunk_bytes` of logits and dz (at least a few rows), the same addresses at every call."""
+        row_step, per_slab, dtype = _ROW_STEP, _CHUNKS_PER_SLAB, h_ND.dtype
+        dz_row_bytes = columns * dtype.itemsize
+        if plan.fp8_gradients:
+            row_step, per_slab, dtype = fp8.BLOCK, _CHUNKS_PER_FP8_SLAB, torch.float8_e4m3fn
+            part_columns = min(columns, fp8.PART_COLUMNS)
+            # Scales take a 32nd of the codes.
+            dz_row_bytes = (columns + part_columns) * 33 // 32
+        chunk_rows = plan.chunk_bytes // (8 * columns + dz_row_bytes * per_slab)
+        # Products in FP8 waste what is missing to a multiple of 128 rows.
+        step = fp8.BLOCK if plan.fp8_gradients and chunk_rows >= fp8.BLOCK else _ROW_STEP
+        chunk_rows = max(min(chunk_rows, _MAX_CHUNK_ROWS) // step * step, step)
+        slab_rows = chunk_rows * per_slab
+        slices = -(-columns // _SLICE)
         f32, D, E = torch.float32, h_ND.shape[1], t_NE.shape[1]
         parts = {
             "student_LV": (chunk_rows, columns, f32),
             "teacher_LV": (chunk_rows, columns, f32),
-            "dz_GV": (slab_rows, columns, h_ND.dtype),
+            "dz_GV": (slab_rows, columns, dtype),
             "h_GD": (slab_rows, D, h_ND.dtype),
-            "grad_h_GD": (slab_rows, D, h_ND.dtype),
+            "grad_h_GD": (slab_rows, D, f32 if plan.fp8_gradients else h_ND.dtype),
             "t_LE": (chunk_rows, E, t_NE.dtype),
             "weight_G": (1, slab_rows, f32),
             "kl_L": (1, chunk_rows, f32),
             "partial_L": (chunk_rows, slices * 8, f32),
             "arrived_L": (1, chunk_rows + 1, torch.int32),
         }
+        if plan.fp8_gradients:
+            parts |= {
+                "dz_scales": (columns // fp8.BLOCK, slab_rows, f32),
+                "turned_dz_VG": (part_columns, slab_rows, dtype),
+                "turned_dz_scales": (slab_rows // fp8.BLOCK, part_columns, f32),
+                "turned_head_DV": (D, part_columns, dtype),
+                "turned_head_scales": (*fp8.tile_scales(D, part_columns), f32),
+                "turned_h_DG": (D, slab_rows, dtype),
+                "turned_h_scales": (*fp8.tile_scales(D, slab_rows), f32),
+            }
         sizes = {name: -(-r * c * dtype.itemsize // 256) * 256 for name, (r, c, dtype) in parts.items()}
         key = (h_ND.device, products.stream(h_ND.device))
         buffer = _buffers.get(key)
@@ -137,24 +216,56 @@ class _Workspace:
         views, offset = {}, 0
         for name, (r, c, dtype) in parts.items():
             whole = buffer[offset : offset + r * c * dtype.itemsize].view(dtype).view(r, c)
-            views[name] = whole if r > 1 else whole[0]
+            views[name] = whole[0] if name in _VECTORS else whole
             offset += sizes[name]
-        return _Workspace(chunk_rows, slab_rows, **views)
+        return _Workspace(row_step, chunk_rows, slab_rows, **views)
+
+    def gradient(self, rows: int) -> torch.Tensor | Fp8:
+        """dz of the slab's first rows, along the vocabulary."""
+        dz_GV = self.dz_GV[:rows]
+        if self.dz_scales is None:
+            return dz_GV
+        return Fp8(dz_GV, _first(self.dz_scales, dz_GV.shape[1] // fp8.BLOCK, rows))
+
+    def turned_gradient(self, columns: int, rows: int) -> Fp8:
+        """Room for a part of dz, along tokens."""
+        scales = _first(self.turned_dz_scales, rows // fp8.BLOCK, columns)
+        return Fp8(_first(self.turned_dz_VG, columns, rows), scales)
+
+    def turned_head(self, columns: int) -> Fp8:
+        """Room for a part of the head, along the vocabulary."""
+        return self._turned_tiles(self.turned_head_DV, self.turned_head_scales, columns)
+
+    def turned_h(self, rows: int) -> Fp8:
+        """Room for the slab's states, along tokens."""
+        return self._turned_tiles(self.turned_h_DG, self.turned_h_scales, rows)
+
+    def _turned_tiles(self, codes, scales, columns):
+        D = self.h_GD.shape[1]
+        return Fp8(_first(codes, D, columns), _first(scales, *fp8.tile_scales(D, columns)), tiles=True)
 
 
-def _rows(columns, dz_bytes, chunk_bytes):
-    """(rows of a chunk, rows of a slab) whose logits and gradient fit in chunk_bytes, 16 rows at least."""
-    per_chunk_row = columns * (8 + dz_bytes * _CHUNKS_PER_SLAB)
-    chunk_rows = min(chunk_bytes // per_chunk_row, _MAX_CHUNK_ROWS) // _ROW_STEP * _ROW_STEP
-    chunk_rows = max(chunk_rows, _ROW_STEP)
-    return chunk_rows, chunk_rows * _CHUNKS_PER_SLAB
+def _first(buffer: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor:
+    """A dense [rows, columns] matrix at the buffer's start."""
+    assert buffer is not None
+    return buffer.view(-1)[: rows * columns].view(rows, columns)
 
 
-def _values(head_VD, V, dtype):
-    """The head's first V rows in dtype, followed by zeros up to a multiple of 8; a copy only if that takes one."""
-    missing = -V % _COLUMN_STEP
+def _columns(plan) -> int:
+    """Columns of logits and their gradient."""
+    step = fp8.BLOCK if plan.fp8_gradients else _COLUMN_STEP
+    return -(-plan.vocab_size // step) * step
+
+
+def _values(head_VD, V, dtype, columns):
+    """The head's first V rows in dtype, followed by zeros up to `columns` rows; a copy only if that takes one."""
     values_VD = head_VD[:V].to(dtype)
-    return torch.nn.functional.pad(values_VD, (0, 0, 0, missing)) if missing else values_VD
+    return torch.nn.functional.pad(values_VD, (0, 0, 0, columns - V)) if columns > V else values_VD
+
+
+def _tiles(head_VD, V, dtype, columns):
+    """The same in FP8."""
+    return fp8.tiles(head_VD[:V], columns, dtype)
 
 
 def _multiply(a_MK, b_KN, out_MN, recurring):
@@ -163,30 +274,43 @@ def _multiply(a_MK, b_KN, out_MN, recurring):
     products.multiply(a_MK, b_KN, out_MN)
 
 
+def _add(a_MK, b_KN, out_MN, accumulate, recurring):
+    if recurring and not accumulate:
+        products.tune(a_MK, b_KN, out_MN, accumulate=True)
+    products.multiply(a_MK, b_KN, out_MN, accumulate=accumulate)
+
+
 def _take_rows(source_ND, first, weight_M, out_MD):
     M, D = out_MD.shape
     _take_live_rows[(M, triton.cdiv(D, 2048))](source_ND, weight_M, out_MD, first, *source_ND.stride(), D, BLOCK=2048)
 
 
-def _kl_pass(space, size, weight_L, dz_LV, plan):
+def _kl_pass(space, start, size, dz_GV, plan):
+    """KL and gradient of a chunk's logits, which are rows start.. of the slab."""
     V = plan.vocab_size
-    slices = -(-V // _SLICE)
+    in_fp8 = isinstance(dz_GV, Fp8)
+    codes_GV = dz_GV.codes.view(torch.uint8) if in_fp8 else dz_GV
+    scales = dz_GV.scales if in_fp8 else space.partial_L
+    slices = -(-codes_GV.shape[1] // _SLICE)
     space.arrived_L.zero_()
     _kl_slices[(size * slices,)](
         space.student_LV,
         space.teacher_LV,
-        dz_LV,
-        weight_L,
+        codes_GV[start:],
+        scales[:, start:] if in_fp8 else scales,
+        space.weight_G[start:],
         space.kl_L,
         space.partial_L,
         space.arrived_L,
         V,
         space.student_LV.stride(0),
-        dz_LV.stride(0),
+        codes_GV.stride(0),
+        scales.stride(0),
         1.0 / plan.temperature,
         slices,
         REVERSE=plan.divergence == "reverse",
         GRADIENT=plan.want_h or plan.want_w,
+        FP8=in_fp8,
         SLICES_POW2=triton.next_power_of_2(slices),
         BLOCK=_SLICE,
         num_warps=4,
@@ -231,6 +355,7 @@ def _kl_slices(
     student,
     teacher,
     dz,
+    dz_scales,
     weight,
     kl,
     partial,
@@ -238,10 +363,12 @@ def _kl_slices(
     V,
     stride_z,
     stride_dz,
+    stride_scales,
     inverse_temperature,
     slices,
     REVERSE: tl.constexpr,
     GRADIENT: tl.constexpr,
+    FP8: tl.constexpr,
     SLICES_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -261,6 +388,12 @@ def _kl_slices(
     if factor == 0.0:
         if GRADIENT:
             tl.store(dz + row * stride_dz + column, tl.zeros([BLOCK], dz.dtype.element_ty), mask=column < stride_dz)
+            if FP8:
+                block = slice_index * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
+                nothing = tl.zeros([BLOCK // 128], tl.int32)
+                scale = fp8_scale(nothing, scale_byte(nothing, E4M3_EXPONENT, E4M3_CARRY))
+                place = dz_scales + block.to(tl.int64) * stride_scales + row
+                tl.store(place, scale, mask=block < stride_dz // 128)
         tl.store(kl + row, 0.0)
     else:
         to_log2 = inverse_temperature * _LOG2E
@@ -316,4 +449,14 @@ def _kl_slices(
             else:
                 slope = q - p_local * (tl.exp2(y_max - y_top) / y_sum)
             slope = tl.where(inside, slope * (factor * inverse_temperature), 0.0)
-            tl.store(dz + row * stride_dz + column, slope.to(dz.dtype.element_ty), mask=column < stride_dz)
+            if FP8:
+                blocks = tl.reshape(slope, [BLOCK // 128, 128])
+                bits = top_bits(blocks, 1)
+                byte = scale_byte(bits, E4M3_EXPONENT, E4M3_CARRY)
+                codes = tl.reshape(e4m3(blocks, byte[:, None]), [BLOCK])
+                tl.store(dz + row * stride_dz + column, codes, mask=column < stride_dz)
+                block = slice_index * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
+                place = dz_scales + block.to(tl.int64) * stride_scales + row
+                tl.store(place, fp8_scale(bits, byte), mask=block < stride_dz // 128)
+            else:
+                tl.store(dz + row * stride_dz + column, slope.to(dz.dtype.element_ty), mask=column < stride_dz)

@@ -3,6 +3,8 @@
 torch.mm reaches the same library, but lets switches of the process decide on split-K, adds into an fp32 result with
 whatever algorithm comes first (up to a third slower here than the best), and cannot add FP8 products at all.
 
+An FP8 operand brings a scale for each of its blocks; the library sums 128 of K at a time and scales such a sum in fp32.
+
 Invariant: every element of a result is one sum over K in ascending order. Where widths and leading dimensions are
 multiples of 8 all algorithms offered on Hopper agree on its bits (tested), so it is safe to choose among them by
 measurement, and a row's bits do not depend on the number of rows of the call.
@@ -25,6 +27,8 @@ from schemas.errors import ContractError
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 _COMPUTE_FP32 = 68
 _DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B = 3, 4, 17, 18
+_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
+_SCALE_1X128, _SCALE_128X128 = 4, 5
 _PREFER_REDUCTION_SCHEMES, _PREFER_ALIGNMENT_FIRST = 3, 5
 _MAX_CANDIDATES = 16
 _TRIALS = 3
@@ -42,25 +46,37 @@ class _Candidate(ctypes.Structure):
     )
 
 
-def multiply(
-    a_MK: torch.Tensor,
-    b_KN: torch.Tensor,
-    out_MN: torch.Tensor,
-    *,
-    accumulate: bool = False,
-    scale_a: torch.Tensor | None = None,
-    scale_b: torch.Tensor | None = None,
-) -> None:
+@dataclass(frozen=True)
+class Fp8:
+    """An E4M3 matrix with a scale for each block. The summed dimension K is the one of unit stride, a multiple of 16.
+
+    scales, fp32, for a matrix of R rows along K: blocks of 1 x 128 take [ceil(K/128), R], R fastest; tiles of
+    128 x 128 take [ceil(R/128), ceil(K/128) rounded up to a multiple of 4], K fastest.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    tiles: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def t(self) -> Fp8:
+        return Fp8(self.codes.t(), self.scales, self.tiles)
+
+
+def multiply(a_MK: torch.Tensor | Fp8, b_KN: torch.Tensor | Fp8, out_MN: torch.Tensor, *, accumulate=False) -> None:
     """out = a b (+ out), on the current stream. Each matrix has one unit stride; out is row-major.
 
-    a and b: bf16 or fp32, or e4m3 with fp32 device scalars scale_a, scale_b that multiply them (a row-major and b
-    column-major then). out: fp32, or bf16. Raises ContractError where the library has no algorithm for the shape.
+    a and b: both bf16, both fp32, or both Fp8 (not tiles twice). out: fp32, or bf16. Raises ContractError where the
+    library has no algorithm for the shape.
     """
     plan = _plan(*_signature(a_MK, b_KN, out_MN))
-    plan.run(a_MK, b_KN, out_MN, accumulate, scale_a, scale_b, plan.candidates[plan.chosen])
+    plan.run(a_MK, b_KN, out_MN, accumulate, plan.candidates[plan.chosen])
 
 
-def tune(a_MK, b_KN, out_MN, *, accumulate=False, scale_a=None, scale_b=None) -> None:
+def tune(a_MK: torch.Tensor | Fp8, b_KN: torch.Tensor | Fp8, out_MN: torch.Tensor, *, accumulate=False) -> None:
     """Choose the algorithm of all later products of this shape by timing them, once. Overwrites out.
 
     A shape that was never tuned takes the library's first choice.
@@ -70,11 +86,11 @@ def tune(a_MK, b_KN, out_MN, *, accumulate=False, scale_a=None, scale_b=None) ->
         return
     timings = []
     for index, candidate in enumerate(plan.candidates):
-        plan.run(a_MK, b_KN, out_MN, accumulate, scale_a, scale_b, candidate)
+        plan.run(a_MK, b_KN, out_MN, accumulate, candidate)
         for _ in range(_TRIALS):
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            plan.run(a_MK, b_KN, out_MN, accumulate, scale_a, scale_b, candidate)
+            plan.run(a_MK, b_KN, out_MN, accumulate, candidate)
             stop.record()
             stop.synchronize()
             timings.append((start.elapsed_time(stop), index))
@@ -96,12 +112,11 @@ class _Plan:
     chosen: int = 0
     tuned: bool = False
 
-    def run(self, a_MK, b_KN, out_MN, accumulate, scale_a, scale_b, candidate) -> None:
+    def run(self, a_MK, b_KN, out_MN, accumulate, candidate) -> None:
         # The library's first operand is our second, and the other way round.
-        for attribute, scale in ((_DESC_SCALE_A, scale_b), (_DESC_SCALE_B, scale_a)):
-            if scale is not None:
-                address = ctypes.c_void_p(scale.data_ptr())
-                _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(address), _size(8))
+        for attribute, operand in ((_DESC_SCALE_A, b_KN), (_DESC_SCALE_B, a_MK)):
+            if isinstance(operand, Fp8):
+                _set_pointer(self.description, attribute, operand.scales.data_ptr())
         first, second, result = self.layouts
         out = ctypes.c_void_p(out_MN.data_ptr())
         _call(
@@ -109,9 +124,9 @@ class _Plan:
             self.handle,
             self.description,
             ctypes.byref(ctypes.c_float(1.0)),
-            ctypes.c_void_p(b_KN.data_ptr()),
+            ctypes.c_void_p(_matrix(b_KN).data_ptr()),
             first,
-            ctypes.c_void_p(a_MK.data_ptr()),
+            ctypes.c_void_p(_matrix(a_MK).data_ptr()),
             second,
             ctypes.byref(ctypes.c_float(1.0 if accumulate else 0.0)),
             out,
@@ -125,8 +140,12 @@ class _Plan:
         )
 
 
+def _matrix(operand: torch.Tensor | Fp8) -> torch.Tensor:
+    return operand.codes if isinstance(operand, Fp8) else operand
+
+
 def _signature(a_MK, b_KN, out_MN):
-    """All that decides on the algorithm: dtypes, sizes, orders, leading dimensions, alignments, device."""
+    """All that decides on the algorithm: dtypes, scales, sizes, orders, leading dimensions, alignments, device."""
     if a_MK.shape[1] != b_KN.shape[0] or out_MN.shape != (a_MK.shape[0], b_KN.shape[1]):
         raise ValueError(f"product of {list(a_MK.shape)} and {list(b_KN.shape)} into {list(out_MN.shape)}")
     operands = tuple(_operand(x) for x in (a_MK, b_KN, out_MN))
@@ -135,13 +154,17 @@ def _signature(a_MK, b_KN, out_MN):
     return *operands, *out_MN.shape, a_MK.shape[1], out_MN.device.index
 
 
-def _operand(x):
+def _operand(operand):
+    """(dtype, whether row-major, leading dimension, alignment, scale mode)."""
+    x, mode = _matrix(operand), 0
+    if isinstance(operand, Fp8):
+        mode = _SCALE_128X128 if operand.tiles else _SCALE_1X128
     rows, columns = x.shape
     alignment = min(x.data_ptr() & -x.data_ptr(), 256)
     if x.stride(1) == 1 and (x.stride(0) >= columns or rows == 1):
-        return x.dtype, True, max(x.stride(0), columns), alignment
+        return x.dtype, True, max(x.stride(0), columns), alignment, mode
     if x.stride(0) == 1 and (x.stride(1) >= rows or columns == 1):
-        return x.dtype, False, max(x.stride(1), rows), alignment
+        return x.dtype, False, max(x.stride(1), rows), alignment, mode
     raise ValueError(f"a matrix of shape {list(x.shape)} and strides {x.stride()} is neither row- nor column-major")
 
 
@@ -150,8 +173,13 @@ def _plan(a, b, out, M: int, N: int, K: int, device_index: int) -> _Plan:
     description = ctypes.c_void_p()
     _call("cublasLtMatmulDescCreate", ctypes.byref(description), _COMPUTE_FP32, _TYPES[torch.float32])
     for attribute, operand in ((_DESC_TRANSPOSE_A, b), (_DESC_TRANSPOSE_B, a)):
-        transposed = ctypes.c_int32(not operand[1])
-        _call("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.byref(transposed), _size(4))
+        _set_int(description, attribute, not operand[1])
+    modes = (_DESC_SCALE_MODE_A, _DESC_SCALE_A, b[4]), (_DESC_SCALE_MODE_B, _DESC_SCALE_B, a[4])
+    for mode_attribute, pointer_attribute, mode in modes:
+        if mode:
+            _set_int(description, mode_attribute, mode)
+            # The search for algorithms wants to see a pointer; it never reads what is there.
+            _set_pointer(description, pointer_attribute, 256)
     # A row-major [r, c] matrix is a column-major [c, r] one.
     layouts = (
         _layout(b, N, K) if b[1] else _layout(b, K, N),
@@ -183,7 +211,7 @@ def _plan(a, b, out, M: int, N: int, K: int, device_index: int) -> _Plan:
 
 def _layout(operand, rows, columns):
     layout = ctypes.c_void_p()
-    dtype, _, leading, _ = operand
+    dtype, leading = operand[0], operand[2]
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading)
     _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _TYPES[dtype], *sizes)
     return layout
@@ -207,6 +235,16 @@ def _library():
             "the GPU path of linear_kl", expected="a torch that loads libcublasLt", found=f"torch {torch.__version__}"
         )
     return ctypes.CDLL(min(paths))
+
+
+def _set_int(description, attribute: int, value: int) -> None:
+    number = ctypes.c_int32(value)
+    _call("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.byref(number), _size(4))
+
+
+def _set_pointer(description, attribute: int, address: int) -> None:
+    pointer = ctypes.c_void_p(address)
+    _call("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.byref(pointer), _size(8))
 
 
 def _call(name: str, *arguments) -> None:

@@ -1,4 +1,6 @@
-"""linear_kl in plain torch, fp32 throughout: the CPU path, and the yardstick of the kernel.
+"""linear_kl in plain torch, fp32 sums throughout: the CPU path, and the yardstick of the kernel.
+
+FP8 is a matter of operands: they are rounded to their blocks' codes, and multiplied as the fp32 values of these.
 
 Legend: N packed tokens, A active tokens (weight not 0), C tokens of a chunk, D student width, E teacher width,
 V vocabulary.
@@ -10,6 +12,10 @@ from __future__ import annotations
 
 import torch
 
+from kernels.quant import fp8_dequantize, fp8_quantize_rows, fp8_quantize_tiles
+
+# Tokens that share a scale where a product sums over tokens, and rows of a tile of a head.
+_BLOCK = 128
 # Rows of a bf16 head that are widened to fp32 at a time; the head is never whole in fp32.
 _HEAD_ROWS = 8192
 # fp32 values alive for each logit: both logits, both probabilities, their difference and one temporary.
@@ -18,6 +24,8 @@ _BYTES_PER_LOGIT = 24
 
 def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
     """kl_N fp32, and the gradients of sum(weight_N * kl_N): in h_ND's dtype and in fp32 (None if not wanted)."""
+    if plan.fp8_gradients:
+        return _forward_fp8(h_ND, w_VD, t_NE, u_VE, weight_N, plan)
     V, device = plan.vocab_size, h_ND.device
     kl_N = torch.zeros(h_ND.shape[0], dtype=torch.float32, device=device)
     grad_h_ND = torch.zeros_like(h_ND) if plan.want_h else None
@@ -41,6 +49,48 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
     return kl_N, grad_h_ND, grad_w_VD
 
 
+def _forward_fp8(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
+    """Masked rows stay in place as zeros: which tokens share a scale must not depend on the mask or on chunks."""
+    V, device = plan.vocab_size, h_ND.device
+    kl_N = torch.zeros(h_ND.shape[0], dtype=torch.float32, device=device)
+    grad_h_ND = torch.zeros_like(h_ND) if plan.want_h else None
+    grad_w_VD = torch.zeros_like(w_VD, dtype=torch.float32) if plan.want_w else None
+    w_values_VD, u_values_VE = w_VD[:V].to(h_ND.dtype), u_VE[:V].to(t_NE.dtype)
+    chunk_rows = max(_BLOCK, plan.chunk_bytes // (_BYTES_PER_LOGIT * V) // _BLOCK * _BLOCK)
+    for first in range(0, h_ND.shape[0], chunk_rows):
+        rows_C = slice(first, first + chunk_rows)
+        live_C1 = (weight_N[rows_C] != 0).unsqueeze(1)
+        h_CD = h_ND[rows_C].float().masked_fill(~live_C1, 0.0)
+        t_CE = t_NE[rows_C].float().masked_fill(~live_C1, 0.0)
+        if plan.fp8_logits:
+            student_CV = _logits(_round_rows(h_CD), w_values_VD, _round_tiles)
+            teacher_CV = _logits(_round_rows(t_CE), u_values_VE, _round_tiles)
+        else:
+            student_CV, teacher_CV = _logits(h_CD, w_values_VD), _logits(t_CE, u_values_VE)
+        kl_C, slope_CV = _kl(student_CV.div_(plan.temperature), teacher_CV.div_(plan.temperature), plan.divergence)
+        kl_N[rows_C] = kl_C.masked_fill(~live_C1.squeeze(1), 0.0)
+        slope_CV.mul_((weight_N[rows_C] / plan.temperature).unsqueeze(1))
+        slope_CV = _round_rows(slope_CV)
+        if grad_h_ND is not None:
+            grad_h_CD = torch.zeros_like(h_CD)
+            for part in _parts(V):
+                grad_h_CD.addmm_(slope_CV[:, part], _round_tiles(w_values_VD[part].float()))
+            grad_h_ND[rows_C] = grad_h_CD.to(h_ND.dtype)
+        if grad_w_VD is not None:
+            grad_w_VD[:V].addmm_(_round_rows(slope_CV.t()), _round_tiles(h_CD))
+    return kl_N, grad_h_ND, grad_w_VD
+
+
+def _round_rows(x_MK):
+    """The values of x in FP8 blocks of 1 x 128."""
+    return fp8_dequantize(*fp8_quantize_rows(x_MK, impl="reference"), torch.float32)
+
+
+def _round_tiles(w_NK):
+    """The values of w in FP8 tiles of 128 x 128."""
+    return fp8_dequantize(*fp8_quantize_tiles(w_NK, impl="reference"), torch.float32)
+
+
 def scale(gradient, factor):
     """Multiply in place by a scalar tensor."""
     gradient.mul_(factor)
@@ -50,10 +100,10 @@ def _parts(num_rows):
     return [slice(first, min(first + _HEAD_ROWS, num_rows)) for first in range(0, num_rows, _HEAD_ROWS)]
 
 
-def _logits(h_CD, w_VD):
+def _logits(h_CD, w_VD, round_values=lambda values: values):
     logits_CV = torch.empty(h_CD.shape[0], w_VD.shape[0], dtype=torch.float32, device=h_CD.device)
     for part in _parts(w_VD.shape[0]):
-        torch.mm(h_CD, w_VD[part].float().t(), out=logits_CV[:, part])
+        torch.mm(h_CD, round_values(w_VD[part].float()).t(), out=logits_CV[:, part])
     return logits_CV
 
 
