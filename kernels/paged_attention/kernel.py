@@ -64,6 +64,7 @@ def _decode(
     kv_tokens_ptr,
     acc_ptr,
     stats_ptr,
+    o_ptr,
     table_width,
     scale,
     HEADS: tl.constexpr,
@@ -74,6 +75,7 @@ def _decode(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    ONE_CUT: tl.constexpr,
 ):
     # KV heads vary fastest: programs that run side by side read neighbouring bytes of the same tokens.
     kv_head = tl.program_id(0)
@@ -105,8 +107,14 @@ def _decode(
         sum_M = tl.fma(sum_M, decay_M, tl.sum(weight_MB, 1))
         max_M = new_max_M
         acc_MC = tl.dot(weight_MB.to(v_BC.dtype), v_BC, acc_MC * decay_M[:, None])
-    partial_M = (sequence.to(tl.int64) * tl.num_programs(1) + cut) * HEADS + head_M
     used_M = m_M < GROUP
+    if ONE_CUT:
+        # What `_merge_cuts` makes of one cut: it multiplies by one and adds zero.
+        o_MC = (acc_MC / sum_M[:, None]).to(o_ptr.dtype.element_ty)
+        o_ptrs = o_ptr + first_row.to(tl.int64) * (HEADS * C) + head_M[:, None] * C + channel_C[None, :]
+        tl.store(o_ptrs, o_MC, mask=used_M[:, None])
+        return
+    partial_M = (sequence.to(tl.int64) * tl.num_programs(1) + cut) * HEADS + head_M
     tl.store(acc_ptr + partial_M[:, None] * C + channel_C[None, :], acc_MC, mask=used_M[:, None])
     tl.store(stats_ptr + partial_M * 2, max_M, mask=used_M)
     tl.store(stats_ptr + partial_M * 2 + 1, sum_M, mask=used_M)
@@ -162,7 +170,8 @@ def paged_attention(
     """The contract of `kernels.paged_attention` for bf16 on CUDA: C 64 or 128, pages and cuts multiples of 64 tokens.
 
     The caches hold finite numbers everywhere, also past a sequence's last token: allocate them zeroed.
-    Scratch: S * cuts * H * (C + 2) * 4 bytes, cuts = tokens of the page table's width / split_tokens, rounded up.
+    Scratch: S * cuts * H * (C + 2) * 4 bytes, cuts = tokens of the page table's width / split_tokens, rounded up; none
+    for one cut.
     """
     rows, heads, channels = q_NHC.shape
     pages, page_tokens, kv_heads, _ = k_cache_PTGC.shape
@@ -179,8 +188,9 @@ def paged_attention(
     sizes = {"HEADS": heads, "C": channels, "SPLIT": split_tokens}
     tile = {"GROUP": heads // kv_heads, "PAGE": page_tokens, "KEYS": keys, **sizes}
     cuts = -(-table_width * page_tokens // split_tokens)
-    acc = torch.empty(sequences * cuts * heads * channels, dtype=torch.float32, device=q_NHC.device)
-    stats = torch.empty(sequences * cuts * heads * 2, dtype=torch.float32, device=q_NHC.device)
+    parts = sequences * cuts * heads if cuts > 1 else 0
+    acc = torch.empty(parts * channels, dtype=torch.float32, device=q_NHC.device)
+    stats = torch.empty(parts * 2, dtype=torch.float32, device=q_NHC.device)
     descriptors = [TensorDescriptor.from_tensor(cache, [keys, channels]) for cache in caches]
     _decode[(kv_heads, cuts, sequences)](
         q_NHC,
@@ -188,16 +198,19 @@ def paged_attention(
         *tables,
         acc,
         stats,
+        o_NHC,
         table_width,
         scale,
         ROWS=DECODE_ROWS,
         STAGES=DECODE_STAGES,
+        ONE_CUT=cuts == 1,
         num_warps=4,
         **tile,
     )
-    _merge_cuts[(sequences, triton.cdiv(heads, 4))](
-        acc, stats, cu_rows_S1, kv_tokens_S, o_NHC, cuts, BLOCK_H=4, num_warps=4, **sizes
-    )
+    if cuts > 1:
+        _merge_cuts[(sequences, triton.cdiv(heads, 4))](
+            acc, stats, cu_rows_S1, kv_tokens_S, o_NHC, cuts, BLOCK_H=4, num_warps=4, **sizes
+        )
     # As many sequences as rows may still hide a chunk beside an empty sequence; one row cannot.
     if rows > 1 and not single_rows:
         prefill.prefill(q_NHC, *caches, *tables, o_NHC, scale, tile)

@@ -102,6 +102,19 @@ def test_decode_kernel_interpreted(triton_interpreter, monkeypatch, group, split
     assert torch.equal(alone[0], actual[4])
 
 
+def test_a_narrow_page_table_spares_the_merge_and_keeps_the_bits(triton_interpreter, monkeypatch):
+    from kernels.paged_attention import kernel
+
+    monkeypatch.setattr(kernel.prefill, "prefill", lambda *arguments: None)
+    case = make_case([1, 63, 128], [1] * 3, kv_heads=2, heads=6, channels=64, page_tokens=64, dtype=torch.float32)
+    q, k, v, table, cu_rows, kv = case
+    wide = torch.nn.functional.pad(table, (0, 3))
+    narrow_result = kernel.paged_attention(q, k, v, table, cu_rows, kv, split_tokens=128)
+    wide_result = kernel.paged_attention(q, k, v, wide, cu_rows, kv, split_tokens=128)
+    assert error(narrow_result, oracle(*case)) < 1e-6
+    assert torch.equal(narrow_result, wide_result)
+
+
 def test_decode_kernel_leaves_sequences_without_one_row(triton_interpreter, monkeypatch):
     from kernels.paged_attention import kernel
 
@@ -167,6 +180,14 @@ def test_rows_keep_their_bits_on_the_gpu(channels, page_tokens, split_tokens):
             split_tokens=split_tokens,
         )  # fmt: skip
         assert torch.equal(end, together[rest])
+    # One cut spares the merge.
+    short = [sequence for sequence, count in enumerate(rows) if count == 1 and kv_tokens[sequence] <= split_tokens]
+    for width in {split_tokens // page_tokens, table.shape[1]} - {0}:
+        alone = paged_attention(
+            q[cu_rows[short].long()], k, v, table[short, :width].contiguous(),
+            torch.arange(len(short) + 1, dtype=torch.int32, device="cuda"), kv[short], split_tokens=split_tokens,
+        )  # fmt: skip
+        assert torch.equal(alone, together[cu_rows[short].long()])
     small = make_case(
         [300, 65, 1], [40, 1, 1], kv_heads=2, heads=6, channels=channels, page_tokens=page_tokens,
         dtype=torch.bfloat16, device="cuda",
