@@ -56,10 +56,9 @@ def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) 
             (f"{_number(s['heldout_kl_before'][key])} -> {_number(s['heldout_kl_after'][key])}" for s in trained),
         )
     if config.student.precision == "mxfp4":
-        row(
-            "  before, had its weights kept bf16 values", (_number(s["heldout_kl_unquantised"]["all"]) for s in trained)
-        )
-        row("  of what four bits cost, won back in the iteration", (_won_back(s) for s in trained))
+        plain = (_number(s["heldout_kl_unquantised"]["all"]) for s in trained)
+        row("held-out KL before, had the weights bf16 values", plain)
+        row("share of what four bits cost, won back", (_won_back(s) for s in trained))
     row("teacher head loads a mini-batch", (_number(s["head_loads_per_mini_batch"], 0) for s in trained))
     row("log-prob mismatch in the sampler's precision, mean", (_number(s["mismatch_sampler_mean"], 6) for s in trained))
     row("log-prob mismatch as trained, mean", (_number(s["mismatch_trained_mean"], 6) for s in trained))
