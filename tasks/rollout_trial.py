@@ -41,15 +41,23 @@ class Trial:
     """Partitions under one folder. `stage` names the object keys of one iteration."""
 
     def __init__(
-        self, folder: Path, *, partitions: int, trajectories: int, response_tokens: int, max_sequences: int, seed: int
+        self,
+        folder: Path,
+        *,
+        partitions: int,
+        trajectories: int,
+        response_tokens: int,
+        max_sequences: int,
+        seed: int,
+        model_seed: int = 0,
     ) -> None:
-        """trajectories: of each partition; response_tokens: the limit of a response."""
+        """trajectories: of each partition; response_tokens: the limit of a response; seed: of prompts and samples."""
         self.folder, self.seed = folder, seed
         self.partitions, self.trajectories, self.response_tokens = partitions, trajectories, response_tokens
         self.max_sequences = max_sequences
         self.model = folder / "model"
         if not self.model.exists():
-            write_random_model(self.model, seed=0, max_positions=_PROMPT_TOKENS + response_tokens)
+            write_random_model(self.model, seed=model_seed, max_positions=_PROMPT_TOKENS + response_tokens)
 
     def requests(self, iteration: int, partition: int) -> list[dict[str, Any]]:
         """Work of one partition, as tasks.rollout makes it from prompts."""
