@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kernels.sampling import sample
@@ -23,7 +25,8 @@ def run(quick: bool) -> dict:
     for rows in batches:
         inputs = _inputs(rows)
         bytes_read = inputs[0].numel() * 4
-        for name, options in (("", {}), ("_t0.7", {"temperature": 0.7}), ("_top_p", {"top_p": 0.9})):
+        several: dict[str, dict[str, Any]] = {"": {}, "_t0.7": {"temperature": 0.7}, "_top_p": {"top_p": 0.9}}
+        for name, options in several.items():
             microseconds = graph_us([lambda i=inputs, o=options: sample(*i, **o)])
             figures[f"s{rows}{name}_us"] = figure(microseconds, "us", "")
             if not name:

@@ -1,12 +1,13 @@
 """Sampling on the GPU: one read of the logits, then a merge of a row's parts.
 
-`_draw` gives each program one part of one row, PART ids at fixed places, so that a few rows fill the card and a
-thousand stream. It leaves the part's best score and id, its largest logit and its sum of exponentials. `_merge` folds
-a row's parts in a tree of fixed shape and writes the token and its log-probabilities.
+`_draw` gives each program one part of one row, ids at fixed places, so that a few rows fill the card and a thousand
+stream. It leaves the part's best score, the block of four ids that has it, the largest logit and the sum of
+exponentials. `_merge` folds a row's parts in a tree of fixed shape, finds the id in the block and writes it with its
+log-probabilities.
 
-What bounds it: four words cost 20 integer products and 20 xors, a logit three of the special function unit's results
-(two logarithms, one exponential). At 1.9 GHz and 132 multiprocessors that is 0.10 to 0.15 ms for 1024 rows of
-128,256 logits, as much as the 0.12 ms that reading them takes.
+What bounds it: instructions. A logit takes about 40 of them, among them 4.5 wide integer products, which run at a
+quarter of the rate, and three results of the special function unit. For 1024 rows of 128,256 logits that is 0.16 ms
+of issue slots alone, where reading the logits takes 0.12 (BENCH.md).
 
 Shape letters: S rows, V vocabulary, B blocks of four ids in a part, P parts of a row.
 """
@@ -26,8 +27,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NO_BLOCK = tl.constexpr(1 << 28)
 _LARGEST_U = tl.constexpr(1 - 2.0**-24)
-PART = 4096
-_WARPS = 4
+# One warp a program, so that no reduction waits at a barrier.
+_PART = 1024
+_WARPS = 1
 
 
 def sample(
@@ -50,12 +52,12 @@ def sample(
         return ids_S, raw_S, sampled_S
     # Without a cut nothing reads the second matrix.
     kept_SV = _cut(logits_SV / temperature, top_k, top_p) if cut else logits_SV
-    parts = -(-num_ids // PART)
+    parts = -(-num_ids // _PART)
     stats = torch.empty(rows, parts, 5 if scaled else 3, dtype=torch.float32, device=device)
     part_blocks = torch.empty(rows, parts, dtype=torch.int32, device=device)
     common = (logits_SV, kept_SV, logits_SV.stride(0), kept_SV.stride(0), 1 / temperature, stats, part_blocks, num_ids)
     flags: dict[str, Any] = {"CUT": cut, "SCALED": scaled}
-    draw: dict[str, Any] = {"BLOCKS": PART // 4, "num_warps": _WARPS, **flags}
+    draw: dict[str, Any] = {"BLOCKS": _PART // 4, "num_warps": _WARPS, **flags}
     merge: dict[str, Any] = {"PARTS": triton.next_power_of_2(parts), "num_warps": 1, **flags}
     # On one axis: the others end at 65,535.
     _draw[(rows * parts,)](keys_S, positions_S, *common, parts, **draw)
@@ -105,10 +107,15 @@ def _wide(word, factor: tl.constexpr):
 
 
 @triton.jit
-def _load(row_ptr, block_B, num_ids):
+def _load(row_ptr, part, num_ids, BLOCKS: tl.constexpr):
     """Four [B] tensors, neighbours of a thread's 16 bytes; -inf past the vocabulary."""
+    block_B = part * BLOCKS + tl.arange(0, BLOCKS)
     id_B4 = block_B[:, None] * 4 + tl.arange(0, 4)[None, :]
-    x_B4 = tl.load(row_ptr + id_B4, mask=id_B4 < num_ids, other=float("-inf"))
+    # A mask costs a twentieth of the whole, and only a row's last part needs one.
+    if (part + 1) * BLOCKS * 4 <= num_ids:
+        x_B4 = tl.load(row_ptr + id_B4)
+    else:
+        x_B4 = tl.load(row_ptr + id_B4, mask=id_B4 < num_ids, other=float("-inf"))
     even_B2, odd_B2 = tl.split(tl.reshape(x_B4, (x_B4.shape[0], 2, 2)))
     x0_B, x2_B = tl.split(even_B2)
     x1_B, x3_B = tl.split(odd_B2)
@@ -144,7 +151,7 @@ def _draw(
 ):
     row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     block_B = part * BLOCKS + tl.arange(0, BLOCKS)
-    x0_B, x1_B, x2_B, x3_B = _load(logits_ptr + row.to(tl.int64) * row_stride, block_B, num_ids)
+    x0_B, x1_B, x2_B, x3_B = _load(logits_ptr + row.to(tl.int64) * row_stride, part, num_ids, BLOCKS)
     place = row.to(tl.int64) * parts + part
     stats_ptr += place * (5 if SCALED else 3)
     top, total = _max_and_sum(x0_B, x1_B, x2_B, x3_B)
@@ -152,7 +159,7 @@ def _draw(
     tl.store(stats_ptr + 2, total)
     if SCALED:
         if CUT:
-            x0_B, x1_B, x2_B, x3_B = _load(kept_ptr + row.to(tl.int64) * kept_stride, block_B, num_ids)
+            x0_B, x1_B, x2_B, x3_B = _load(kept_ptr + row.to(tl.int64) * kept_stride, part, num_ids, BLOCKS)
         else:
             x0_B, x1_B, x2_B, x3_B = x0_B * factor, x1_B * factor, x2_B * factor, x3_B * factor
         top, total = _max_and_sum(x0_B, x1_B, x2_B, x3_B)

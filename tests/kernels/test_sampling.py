@@ -96,8 +96,8 @@ def check_against_oracle(found, case, temperature, tolerance):
     return (ids == scores.argmax(1)).sum().item()
 
 
-@pytest.mark.parametrize("position", [0, 4095, 2**31, 2**32 - 1, 2**32, 2**40 + 3])
-@pytest.mark.parametrize("key", [0, 2**32 - 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF])
+@pytest.mark.parametrize("position", [0, 2**32 - 1, 2**40 + 3])
+@pytest.mark.parametrize("key", [0, 2**32 - 1, 2**64 - 1, 0x0123456789ABCDEF])
 def test_words_interpreted(triton_interpreter, key, position):
     out = torch.empty(8, 4, dtype=torch.int64)
     words_of[(1,)](torch.tensor([signed(key)]), torch.tensor([position]), out, BLOCKS=8)
@@ -105,11 +105,11 @@ def test_words_interpreted(triton_interpreter, key, position):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("num_ids", [1, 2, 3, 37, 4095, 4096, 4097, 9002])
+@pytest.mark.parametrize("num_ids", [1, 2, 3, 37, 1023, 1024, 1025, 2051])
 def test_tokens_and_log_probabilities_interpreted(interpreted, num_ids, temperature):
-    inputs = case(6, num_ids, num_ids)
+    inputs = case(4, num_ids, num_ids)
     found = sample(*inputs, temperature=temperature, **KERNEL)
-    assert check_against_oracle(found, inputs, temperature, 3e-6) == 6
+    assert check_against_oracle(found, inputs, temperature, 3e-6) == 4
     if temperature == 1.0:
         assert found[1] is found[2]
 
@@ -128,37 +128,36 @@ def test_cuts_interpreted(interpreted, options):
 
 def test_frequencies_follow_the_softmax_interpreted(interpreted):
     """Chi-square over many positions of one key; five deviations are one false alarm in some millions."""
-    draws, num_ids = 1500, 10
+    draws, num_ids = 200, 4
     logits = torch.randn(num_ids, generator=torch.Generator().manual_seed(1))
     rows = logits.expand(draws, -1).contiguous()
     keys = torch.full((draws,), signed(0xFEDCBA9876543210))
-    for temperature in (1.0, 2.0):
-        ids = sample(rows, keys, torch.arange(draws), temperature=temperature, **KERNEL)[0]
-        expected = torch.softmax(logits.double() / temperature, 0) * draws
-        statistic = ((torch.bincount(ids, minlength=num_ids) - expected) ** 2 / expected).sum().item()
-        assert statistic < num_ids - 1 + 5 * math.sqrt(2 * (num_ids - 1))
+    ids = sample(rows, keys, torch.arange(draws), temperature=2.0, **KERNEL)[0]
+    expected = torch.softmax(logits.double() / 2.0, 0) * draws
+    statistic = ((torch.bincount(ids, minlength=num_ids) - expected) ** 2 / expected).sum().item()
+    assert statistic < num_ids - 1 + 5 * math.sqrt(2 * (num_ids - 1))
 
 
 @pytest.mark.parametrize("impl", ["kernel", "reference"])
 def test_infinities_ties_and_nan_interpreted(interpreted, impl):
-    logits, keys, positions = case(8, 5000, 7)
+    logits, keys, positions = case(8, 2200, 7)
     logits[0, 1:] = -math.inf
-    logits[1, 4999] = math.nan
+    logits[1, 2199] = math.nan
     logits[2, 5] = math.inf
     logits[3] = -math.inf
     logits[4] = math.nan
     logits[5] = 0.0
-    logits[5, [4098, 4101, 4600]] = 1e30  # noise is lost beside it
-    logits[6, :4100] = -math.inf
+    logits[5, [1030, 1033, 2100]] = 1e30  # noise is lost beside it
+    logits[6, :1100] = -math.inf
     ids, raw, sampled = sample(logits, keys, positions, temperature=0.5, impl=impl)
     assert ids[0] == 0
     assert raw[0] == sampled[0] == 0
-    assert ids[5] == 4098
-    assert ids[6] >= 4100
+    assert ids[5] == 1030
+    assert ids[6] >= 1100
     assert raw[[1, 2, 3, 4]].isnan().all()
     assert sampled[[1, 2, 3, 4]].isnan().all()
     assert raw[[0, 6, 7]].isfinite().all()
-    assert ((ids >= 0) & (ids < 5000)).all()
+    assert ((ids >= 0) & (ids < 2200)).all()
     alone = sample(logits[6:7], keys[6:7], positions[6:7], temperature=0.5, impl=impl)
     assert [x[0].item() for x in alone] == [ids[6].item(), raw[6].item(), sampled[6].item()]
 
