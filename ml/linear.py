@@ -19,10 +19,12 @@ from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_round
 from kernels.scaled_mm import (
     LARGEST_SCALE,
     Mxfp4Weight,
+    join_mxfp4,
     mxfp4_mm,
     pack_mxfp4,
     row_invariant_mm,
     row_invariant_mms,
+    split_mxfp4,
 )
 from ml.tensor_parallel import ALONE, Group
 
@@ -96,7 +98,7 @@ class Linear(nn.Module):
         self.packs = packs
         self.group, self.gathers = group, gathers
         self.num_inputs, self.num_outputs = num_inputs, num_outputs
-        self._packed: Mxfp4Weight | None = None
+        self.packed: Mxfp4Weight | None = None
         self._device = torch.get_default_device()
         self.weight = nn.Parameter(
             torch.empty(group.share(num_outputs), num_inputs, dtype=dtype, device="meta" if packs else self._device)
@@ -114,10 +116,10 @@ class Linear(nn.Module):
             return
         blocks, scales = mxfp4_quantize(w_OI.to(self._device))
         if int(scales.max()) <= LARGEST_SCALE:
-            self._packed = pack_mxfp4(blocks, scales)
+            self.packed = pack_mxfp4(blocks, scales)
             self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
         else:
-            self._packed = None
+            self.packed = None
             self.weight = nn.Parameter(mxfp4_dequantize(blocks, scales, self.compute), requires_grad=False)
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
@@ -131,8 +133,8 @@ class Linear(nn.Module):
         bias_O = None
         if self.bias is not None:
             bias_O = weight_values(self.bias, dense_precision(self.precision)).to(self.compute)
-        if self._packed is not None:
-            out_NO = mxfp4_mm(x_NI, self._packed)
+        if self.packed is not None:
+            out_NO = mxfp4_mm(x_NI, self.packed)
             return out_NO if bias_O is None else out_NO.add_(bias_O)
         w_OI = weight_values(self.weight, self.precision).to(self.compute)
         if not torch.is_grad_enabled():
@@ -144,7 +146,7 @@ class Linear(nn.Module):
 class JoinedLinears:
     """Linears of one input, for inference, as one product where the device gains by it; the bits of each alone.
 
-    Their weights become views of one matrix, so that names and shapes of parameters stay. None of them packs.
+    Their weights become views of one matrix, so that names and shapes of parameters stay.
     """
 
     @torch.no_grad()
@@ -159,6 +161,43 @@ class JoinedLinears:
         """Each linear's [N, O], perhaps columns of one matrix."""
         parts = row_invariant_mms(x_NI.to(self.weight.dtype), self.weight, self.sizes)
         return [y if m.bias is None else y.add_(m.bias) for y, m in zip(parts, self.linears, strict=True)]
+
+
+class JoinedPacked:
+    """`JoinedLinears` of linears that pack; their codes become views of one weight's."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.linears = tuple(linears)
+        self.sizes = [len(linear.weight) for linear in linears]
+        self._parts: tuple[Mxfp4Weight | None, ...] = (None,) * len(linears)
+        self._whole: Mxfp4Weight | None = None
+
+    def __call__(self, x_NI: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Each linear's [N, O], columns of one matrix where one product can make them."""
+        if any(linear.packed is not part for linear, part in zip(self.linears, self._parts, strict=True)):
+            self._join([linear.packed for linear in self.linears])
+        if self._whole is None:
+            return [linear(x_NI) for linear in self.linears]
+        parts = mxfp4_mm(x_NI.to(self.linears[0].compute), self._whole).split(self.sizes, 1)
+        return [y if m.bias is None else y.add_(m.bias) for y, m in zip(parts, self.linears, strict=True)]
+
+    def _join(self, weights: list[Mxfp4Weight | None]) -> None:
+        # Weights come one by one, after the model is made, and some may not fit a packed weight.
+        packed = [weight for weight in weights if weight is not None]
+        self._whole = join_mxfp4(packed) if len(packed) == len(weights) else None
+        parts = packed if self._whole is None else split_mxfp4(self._whole, packed)
+        if len(parts) == len(weights):
+            for linear, part in zip(self.linears, parts, strict=True):
+                linear.packed = part
+        self._parts = tuple(linear.packed for linear in self.linears)
+
+
+Joined = JoinedLinears | JoinedPacked
+
+
+def join(linears: Sequence[Linear]) -> Joined:
+    """Linears of one input, all of one kind, for inference."""
+    return JoinedPacked(linears) if linears[0].packs else JoinedLinears(linears)
 
 
 def dense_precision(precision: Precision) -> Precision:

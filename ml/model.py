@@ -27,7 +27,7 @@ from kernels.paged_attention import paged_attention
 from kernels.rows import HeadNorms, Rotary, add_rms_norm, rms_norm, rotate, rotate_into_pages, silu_gate
 from kernels.scaled_mm import row_invariant_mm, self_test
 from ml.device import traits
-from ml.linear import JoinedLinears, Linear, Precision, dense_precision, weight_values
+from ml.linear import Joined, JoinedLinears, Linear, Precision, dense_precision, join, weight_values
 from ml.model_files import MXFP4_STORED
 from ml.tensor_parallel import ALONE, Group
 from schemas.errors import ConfigError, ContractError
@@ -230,14 +230,14 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.width, keys, bias=config.qkv_bias, **linears)
         self.v_proj = Linear(config.width, keys, bias=config.qkv_bias, **linears)
         self.o_proj = Linear(queries, config.width, bias=config.output_bias, gathers=True, **linears)
-        self.joined: JoinedLinears | None = None
+        self.joined: Joined | None = None
         if config.qk_norm:
             self.q_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
             self.k_norm = RmsNorm(config.head_channels, config.norm_epsilon, linears["precision"])
 
     def join(self) -> None:
         """For inference: one product for queries, keys and values."""
-        self.joined = JoinedLinears((self.q_proj, self.k_proj, self.v_proj))
+        self.joined = join((self.q_proj, self.k_proj, self.v_proj))
 
     def forward(self, x_ND: torch.Tensor, rotary: Rotary, attend: Attend, layer_index: int) -> torch.Tensor:
         columns = self.joined(x_ND) if self.joined else (self.q_proj(x_ND), self.k_proj(x_ND), self.v_proj(x_ND))
@@ -260,11 +260,11 @@ class FeedForward(nn.Module):
         self.up_proj = Linear(config.width, config.feed_forward, **linears)
         self.down_proj = Linear(config.feed_forward, config.width, gathers=True, **linears)
 
-        self.joined: JoinedLinears | None = None
+        self.joined: Joined | None = None
 
     def join(self) -> None:
         """For inference: one product for gate and up."""
-        self.joined = JoinedLinears((self.gate_proj, self.up_proj))
+        self.joined = join((self.gate_proj, self.up_proj))
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         gate_NI, up_NI = self.joined(x_ND) if self.joined else (self.gate_proj(x_ND), self.up_proj(x_ND))
@@ -366,7 +366,7 @@ class Transformer(nn.Module):
         self.register_buffer("cos_MC", cos_MC.to(device), persistent=False)
         self.register_buffer("sin_MC", sin_MC.to(device), persistent=False)
         self.requires_grad_(trainable)
-        if not trainable and not linears["packs"]:
+        if not trainable:
             for module in self.modules():
                 if isinstance(module, Attention | FeedForward):
                     module.join()

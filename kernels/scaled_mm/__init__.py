@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from kernels.quant import fp8_quantize_rows, mxfp4_to_fp8
-from kernels.scaled_mm.packing import LARGEST_SCALE, Mxfp4Weight, pack_mxfp4
+from kernels.scaled_mm.packing import LARGEST_SCALE, Mxfp4Weight, join_mxfp4, pack_mxfp4, split_mxfp4
 from schemas.errors import ContractError
 
 Implementation = Literal["library", "triton", "reference"]
@@ -29,11 +29,13 @@ __all__ = [
     "Mxfp4Weight",
     "fp8_linear",
     "fp8_mm",
+    "join_mxfp4",
     "mxfp4_mm",
     "pack_mxfp4",
     "row_invariant_mm",
     "row_invariant_mms",
     "self_test",
+    "split_mxfp4",
     "w4a8_mm",
 ]
 

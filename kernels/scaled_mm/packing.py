@@ -14,6 +14,7 @@ Invariant: unpack(pack(x)) == x. Tiles run over columns first; columns are padde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,23 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4Weight:
     exponents = exponents.view(row_tiles, 4, 2, 8, column_tiles, 2).permute(0, 4, 1, 3, 2, 5)
     exponents = exponents.reshape(-1, 4).view(torch.int32).flatten()
     return Mxfp4Weight(words.view(-1, 32), exponents, num_rows, num_columns)
+
+
+def join_mxfp4(weights: Sequence[Mxfp4Weight]) -> Mxfp4Weight | None:
+    """The weights one under the other, or None where one but the last ends in the middle of a tile of 64 rows."""
+    if any(w.num_rows % 64 for w in weights[:-1]) or len({w.num_columns for w in weights}) > 1:
+        return None
+    words, exponents = (torch.cat(parts) for parts in zip(*((w.words, w.exponents) for w in weights), strict=True))
+    return Mxfp4Weight(words, exponents, sum(w.num_rows for w in weights), weights[0].num_columns)
+
+
+def split_mxfp4(whole: Mxfp4Weight, parts: Sequence[Mxfp4Weight]) -> list[Mxfp4Weight]:
+    """Views of what `join_mxfp4` made of `parts`."""
+    words, exponents = (
+        whole.words.split([len(p.words) for p in parts]),
+        whole.exponents.split([len(p.exponents) for p in parts]),
+    )
+    return [Mxfp4Weight(w, e, p.num_rows, p.num_columns) for w, e, p in zip(words, exponents, parts, strict=True)]
 
 
 def unpack_mxfp4(weight: Mxfp4Weight) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize
 from kernels.scaled_mm import row_invariant_mm
 from kernels.scaled_mm.fixed_rows import ROWS
-from ml.linear import Linear, weight_values
+from ml.linear import Linear, join, weight_values
 
 ROW_COUNTS = [*range(1, 36), 47, 63, 64, 65, 96, 100, 127, 199, 200]
 SHAPES = [(576, 576), (192, 576), (576, 1536), (48, 100), (13, 7), (1, 1), (1000, 33)]
@@ -159,3 +161,46 @@ def test_a_packed_layer_keeps_codes_and_values_that_do_not_fit_stay_dense():
         torch.testing.assert_close(layer(x_NI) - layer.bias, (want - layer.bias) * 8, rtol=2e-2, atol=0.3)
         layer.set_weight(w_OI)
         assert torch.equal(layer(x_NI), want)
+
+
+def test_joined_packed_linears_give_each_ones_bits_and_follow_new_weights():
+    generator = torch.Generator().manual_seed(3)
+    settings: dict[str, Any] = {"bias": True, "precision": "fp32", "compute": torch.bfloat16, "dtype": torch.bfloat16}
+    linears = [Linear(96, rows, packs=True, **settings) for rows in (128, 64, 40)]
+    joined = join(linears)
+    x_NI = torch.randn(5, 96, generator=generator).bfloat16()
+
+    def renew(linear: Linear, spread: float = 1.0) -> None:
+        linear.set_weight(torch.randn(linear.num_outputs, 96, generator=generator) * spread)
+        assert linear.bias is not None
+        torch.nn.init.normal_(linear.bias, generator=generator)
+
+    def agree() -> None:
+        wanted = [linear(x_NI) for linear in linears]
+        assert all(torch.equal(y, want) for y, want in zip(joined(x_NI), wanted, strict=True))
+
+    with torch.no_grad():
+        for linear in linears:
+            renew(linear)
+        agree()
+        shared = {linear.packed.words.untyped_storage().data_ptr() for linear in linears if linear.packed}
+        assert len(shared) == 1
+        renew(linears[1])
+        agree()
+        renew(linears[2], 1000.0)  # beyond what a packed weight holds
+        assert linears[2].packed is None
+        agree()
+        renew(linears[2])
+        agree()
+
+
+def test_packed_linears_that_end_inside_a_tile_are_not_joined():
+    settings: dict[str, Any] = {"bias": False, "precision": "fp32", "compute": torch.bfloat16, "dtype": torch.bfloat16}
+    linears = [Linear(32, rows, packs=True, **settings) for rows in (40, 64)]
+    joined = join(linears)
+    with torch.no_grad():
+        for linear in linears:
+            linear.set_weight(torch.eye(linear.num_outputs, 32))
+        first, second = joined(torch.eye(32, dtype=torch.bfloat16))
+    assert torch.equal(first[:, :32].float(), torch.eye(32))
+    assert torch.equal(second[:, :32].float(), torch.eye(32))
