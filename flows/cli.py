@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
-from schemas.errors import EXIT_PREEMPTED, FormatError, OpdError, StoreError
+from schemas.errors import EXIT_PREEMPTED, ConfigError, FormatError, OpdError, StoreError
 
 _EPILOG = """\
 examples:
@@ -27,8 +28,22 @@ exit status: 0 done, 1 a check failed, 2 configuration, 3 format, 4 store, 5 con
 """
 
 
+class _CommandLine(argparse.ArgumentParser):
+    """argparse with errors of the family."""
+
+    def error(self, message: str) -> NoReturn:
+        from schemas.config import nearest
+
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        hint = nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        raise ConfigError(
+            self.prog, expected=" ".join(self.format_usage().removeprefix("usage: ").split()), found=message + hint,
+            next_command=f"{self.prog} --help",
+        )  # fmt: skip
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _CommandLine(
         prog="opd", description="On-policy distillation and RL of language models.", epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -69,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         ("dispatch", "shuffle and pack one iteration into its plan"),
         ("train", "train on the plan of one iteration"),
     ):
-        sub = command(stage, text, "Earlier stages must be finished. Needs no Prefect server.")
+        sub = command(stage, text, "The stages before it must be finished. Needs no Prefect server.")
         configured(sub)
         if stage == "rollout":
             graceful(sub)
@@ -350,9 +365,9 @@ def _on_sigterm(_number: int, _frame: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Errors of the family print their text and give their own exit status."""
-    arguments = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _on_sigterm)
     try:
+        arguments = _parser().parse_args(argv)
+        signal.signal(signal.SIGTERM, _on_sigterm)
         return _COMMANDS[arguments.command](arguments)
     except OpdError as error:
         print(f"\n{error}", file=sys.stderr)

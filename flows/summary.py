@@ -114,9 +114,10 @@ def print_run(root: str, run_id: str, *, iteration: int | None, num: int, best: 
     """The answer of `opd show RUN`."""
     from tasks import show
 
+    texts = show.texts(root, run_id, iteration=iteration, num=num, best=best)
     stages = show.stages(root, run_id)
     print_rows(list(stages[0]) if stages else ["stage"], [list(s.values()) for s in stages], as_json=False)
-    for text in show.texts(root, run_id, iteration=iteration, num=num, best=best):
+    for text in texts:
         print(f"\n--- iteration {text['iteration']}, {text['domain']}, {text['trajectory_id']}")
         print(f"question  {text['question'].strip()}")
         print(f"response  {text['response'].strip()}")

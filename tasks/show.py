@@ -50,7 +50,8 @@ def texts(
     rows = tables.read_rows(root, "trajectories", where)
     if not rows:
         raise ContractError(
-            f"run {run_id} in {root}", expected="trajectories", found=f"none; runs are {runs(root)}",
+            f"run {run_id} in {root}", expected="trajectories",
+            found=f"none; begun or finished are {', '.join(runs(root)) or 'no runs'}",
             next_command="opd run CONFIG",
         )  # fmt: skip
     store = open_store(root)

@@ -148,6 +148,7 @@ def test_no_java_is_said_before_anything_is_sampled(site, capfd):
     status = cli.main(site.arguments())
     assert_answer(capfd.readouterr().err, status, Case("no Java", ConfigError, ("Java", "JAVA_HOME"), lambda _: None))
     assert not list(site.folder.glob("data/runs/new/00000/rollout/*/p00000/e*"))
+    assert_goes_on(site, "new")
 
 
 def test_a_lock_whose_owner_was_killed_stands_in_nobodys_way(stopped, site):
@@ -190,6 +191,7 @@ def test_a_full_disk_leaves_nothing_behind(site):
     done = run_apart(site.folder, {}, before=full)
     assert_answer(done.stderr, done.returncode, Case("full disk", StoreError, ("room for the object",), lambda _: None))
     assert {p for p in site.folder.rglob("*") if p.is_file()} == before
+    assert_goes_on(site, "bad")
 
 
 @pytest.mark.s3
