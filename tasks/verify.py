@@ -163,6 +163,22 @@ def _check_hidden(store: ObjectStore, rows: list[dict[str, Any]], tokens_of: dic
     ]
 
 
+def _check_taught(
+    trajectories: list[dict[str, Any]], hidden: list[dict[str, Any]], teachers_of: dict[str, set[str]], taught: set[int]
+) -> Check:
+    """taught: iterations whose teach stage has finished. Trajectories that were given up are read by nobody."""
+    wanted = {
+        (row["trajectory_id"], teacher_id)
+        for row in trajectories
+        if row["iteration"] in taught and row["status"] == "finished"
+        for teacher_id in teachers_of.get(row["prompt_id"], ())
+    }
+    found = {(row["trajectory_id"], row["teacher_id"]) for row in hidden if row["iteration"] in taught}
+    breaches = [f"{t}: not read by {teacher}" for t, teacher in sorted(wanted - found)]
+    breaches += [f"{t}: read by {teacher}, which it has not" for t, teacher in sorted(found - wanted)]
+    return Check("each trajectory was read by its prompt's teachers", len(wanted), tuple(breaches))
+
+
 def _check_plan(
     plan: list[dict[str, Any]], trajectories: dict[str, dict[str, Any]], hidden: list[dict[str, Any]]
 ) -> list[Check]:
@@ -201,11 +217,11 @@ def _check_plan(
 
 
 def _read_tables(root: str, run_id: str) -> tuple[dict[str, list[dict[str, Any]]], Check]:
-    """Rows of the run by table, none of those that cannot be read; of prompts, the ids of all."""
+    """Rows of the run by table, none of those that cannot be read; of all prompts, ids and teachers."""
     rows: dict[str, list[dict[str, Any]]] = {}
     breaches = []
     for table in TABLES:
-        whose, columns = ({}, ["prompt_id"]) if table == "prompts" else ({"run_id": run_id}, None)
+        whose, columns = ({}, ["prompt_id", "teachers"]) if table == "prompts" else ({"run_id": run_id}, None)
         try:
             rows[table] = tables.read_rows(root, table, whose, columns=columns)
         except OpdError as error:
@@ -232,7 +248,7 @@ def verify(root: str, run_id: str) -> list[Check]:
         elif found:
             mismatched.append(f"{stage} of iteration {iteration}: the tables differ from its manifest")
     rows, unreadable = _read_tables(root, run_id)
-    prompts = {p["prompt_id"] for p in rows.pop("prompts")}
+    teachers_of = {p["prompt_id"]: {t["teacher_id"] for t in p["teachers"]} for p in rows.pop("prompts")}
     trajectories = {r["trajectory_id"]: r for r in rows["trajectories"]}
     tokens_of = {i: r["response_tokens"] for i, r in trajectories.items()}
     iterations = {i for i, _ in manifests}
@@ -249,8 +265,11 @@ def verify(root: str, run_id: str) -> list[Check]:
         Check("tables equal their stage manifests", len(manifests), tuple(mismatched)),
         partitions,
         _check_objects(store, objects),
-        *_check_trajectories(store, rows["trajectories"], prompts),
+        *_check_trajectories(store, rows["trajectories"], set(teachers_of)),
         *_check_hidden(store, rows["hidden_shards"], tokens_of),
+        _check_taught(
+            rows["trajectories"], rows["hidden_shards"], teachers_of, {i for i, stage in manifests if stage == "teach"}
+        ),
         *_check_plan(rows["plan"], trajectories, rows["hidden_shards"]),
         Check("no row of an iteration without a stage", sum(map(len, rows.values())), tuple(orphans)),
     ]

@@ -95,3 +95,19 @@ def test_a_prompt_with_fewer_samples_than_the_others_is_found(store):
     alone = trajectory("c", "q", 0, 0, 4)
     checks = verify._check_trajectories(store, [*trajectories, alone], {"p", "q"})
     assert any("differ in their number" in b for check in checks for b in check.breaches)
+
+
+def test_a_trajectory_that_one_of_its_teachers_has_not_read_is_found():
+    trajectories = [
+        {"iteration": i, "trajectory_id": f"t{i}", "prompt_id": "p", "status": status}
+        for i, status in ((0, "finished"), (1, "given_up"), (2, "finished"))
+    ]
+    read = [{"iteration": 0, "trajectory_id": "t0", "teacher_id": teacher} for teacher in ("a", "b")]
+
+    def breaches(hidden: list[dict]) -> tuple[str, ...]:
+        return verify._check_taught(trajectories, hidden, {"p": {"a", "b"}}, taught={0, 1}).breaches
+
+    assert breaches(read) == ()
+    assert breaches(read[1:]) == ("t0: not read by a",)
+    assert breaches([*read, read[0] | {"teacher_id": "c"}]) == ("t0: read by c, which it has not",)
+    assert breaches([*read, read[0] | {"iteration": 1, "trajectory_id": "t1"}]) == ("t1: read by a, which it has not",)
