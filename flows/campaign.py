@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from datetime import datetime
 from typing import Any
@@ -19,6 +18,7 @@ from schemas import config as run_config
 from schemas import keys
 from schemas.config import RunConfig
 from schemas.errors import StoreError
+from tasks.manifests import read_flow_run
 from tasks.session import Progress, open_session, silent
 from tasks.stage import StageResult
 
@@ -64,7 +64,7 @@ def run_id_of(store: ObjectStore, flow_run_id: str, planned: datetime) -> str:
     """The planned start time names the run, once: a retry of the flow run, at whatever time, meets the same name."""
     key = keys.flow_run(flow_run_id)
     store.put_if_absent(key, keys.canonical_json({"run_id": f"{planned:%Y%m%dT%H%M%SZ}"}))
-    return json.loads(store.get(key))["run_id"]
+    return read_flow_run(store, key)
 
 
 @flow(name="opd", flow_run_name="{config_path}", persist_result=False)

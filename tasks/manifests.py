@@ -28,6 +28,13 @@ _PARTITION = {
     "objects": [{"key": str, "digest": str, "bytes": int}], "rows_key": str, "rows_digest": str, "num_rows": int,
     "stats": dict,
 }  # fmt: skip
+_FILES = [{"name": str, "key": str, "digest": str}]
+#: What later parts read of one stage alone.
+_STAGE_OF = {"train": {"stats": {"checkpoint": {"version": str, "export": _FILES, "optimizer": _FILES}}}}
+_PARTITION_OF = {
+    "rollout": {"given_up": {"*": str}, "stats": {"verifier_failures": int}},
+    "train": {"objects": [{"group": str, "name": str}], "checkpoint": {"version": str}, "fp8_inexact": [str]},
+}
 
 
 def read_record(store: ObjectStore, key: str) -> dict[str, Any]:
@@ -38,6 +45,7 @@ def read_record(store: ObjectStore, key: str) -> dict[str, Any]:
 def read_stage(store: ObjectStore, key: str) -> dict[str, Any]:
     """The manifest of a finished stage."""
     manifest = _read(store, key, _STAGE)
+    check(manifest, _STAGE_OF.get(manifest["stage"], {}), f"{store.root}/{key}")
     for name in manifest["partitions"]:
         if not name.isdecimal():
             raise FormatError(f"{store.root}/{key}, partitions", expected="numbers of partitions", found=repr(name))
@@ -49,8 +57,15 @@ def read_partition(store: ObjectStore, stage_prefix: str, partition: int) -> Fin
     owned = keys.partition_prefix(stage_prefix, partition)
     found = leases.finished(store, owned)
     if found is not None:
-        check(found.manifest, _PARTITION, f"{store.root}/{keys.epoch(owned, found.epoch)}, manifest")
+        stage = stage_prefix.split("/")[-2]
+        for shape in (_PARTITION, _PARTITION_OF.get(stage, {})):
+            check(found.manifest, shape, f"{store.root}/{keys.epoch(owned, found.epoch)}, manifest")
     return found
+
+
+def read_flow_run(store: ObjectStore, key: str) -> str:
+    """The run that a scheduled flow run drives."""
+    return _read(store, key, {"run_id": str})["run_id"]
 
 
 def check(value: Any, shape: Any, where: str) -> None:

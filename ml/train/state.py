@@ -63,21 +63,26 @@ def load_state(folder: Path) -> State | None:
         return None
     except ValueError as error:
         raise FormatError(str(folder / MARKER), expected="JSON", found=str(error)) from error
+    try:
+        facts, vouched = marker["facts"], {n: (e["bytes"], e["sha256"]) for n, e in marker["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        expected = "facts, and bytes and sha256 of each of its files"
+        raise FormatError(str(folder / MARKER), expected=expected, found=repr(error)) from error
     files: dict[str, Path] = {}
-    for name, entry in marker["files"].items():
+    for name, (num_bytes, digest) in vouched.items():
         path = folder / name
         size = path.stat().st_size if path.exists() else -1
-        if size != entry["bytes"] or _sha256(path) != entry["sha256"]:
+        if size != num_bytes or _sha256(path) != digest:
             raise FormatError(
                 str(path),
-                expected=f"{entry['bytes']} bytes with SHA-256 {entry['sha256']}",
-                found=f"{size} bytes" if size != entry["bytes"] else "other bytes",
+                expected=f"{num_bytes} bytes with SHA-256 {digest}",
+                found=f"{size} bytes" if size != num_bytes else "other bytes",
                 safe="the student that this iteration started from",
                 next_command=f"remove {folder} and start the train stage again",
             )
         with safe_open(path, framework="pt") as file:
             files.update(dict.fromkeys(file.keys(), path))
-    return State(folder, marker["facts"], files)
+    return State(folder, facts, files)
 
 
 def newest_state(base: Path, prefix: str) -> State | None:

@@ -105,3 +105,13 @@ def test_a_disk_that_fails_at_any_sync_leaves_the_earlier_state(tmp_path, monkey
     # Renamed but its parent not synced: complete now, and after a power cut either there or not.
     assert state.facts["steps"] == (1 if failing <= 3 else 2)
     assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [b"{}", b"[]", b"3", b'{"facts": {}}', b'{"facts": {}, "files": {"a": {}}}', b'{"facts": {}, "files": []}'],
+)
+def test_a_marker_of_another_shape_is_refused(tmp_path, marker):
+    (tmp_path / "state.json").write_bytes(marker)
+    with pytest.raises(FormatError, match=r"state\.json"):
+        load_state(tmp_path)

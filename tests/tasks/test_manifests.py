@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,18 +62,18 @@ def test_every_field_is_needed_and_has_its_type(tmp_path, read, good):
 
 def test_a_partition_manifest_is_checked_too(tmp_path):
     store = LocalStore(tmp_path)
-    assert manifests.read_partition(store, "s", 7) is None
+    assert manifests.read_partition(store, "runs/r/00000/teach/f", 7) is None
     for number, (field, bad) in enumerate([("", PARTITION), *spoiled(PARTITION)]):
-        lease = leases.acquire(store, f"s/p{number:05d}", owner={}, dead_after_seconds=5)
+        lease = leases.acquire(store, f"runs/r/00000/teach/f/p{number:05d}", owner={}, dead_after_seconds=5)
         assert isinstance(lease, leases.Lease)
         lease.finish(bad)
         if not field:
-            found = manifests.read_partition(store, "s", number)
+            found = manifests.read_partition(store, "runs/r/00000/teach/f", number)
             assert found is not None
             assert found.manifest == PARTITION
             continue
         with pytest.raises(FormatError) as error:
-            manifests.read_partition(store, "s", number)
+            manifests.read_partition(store, "runs/r/00000/teach/f", number)
         assert "epochs/000002.json" in error.value.where
         assert field in str(error.value)
 
@@ -92,3 +93,34 @@ def test_partitions_are_numbers(tmp_path):
     store.put("key", json.dumps(STAGE | {"partitions": {"-1": 2}}).encode())
     with pytest.raises(FormatError, match="partitions"):
         manifests.read_stage(store, "key")
+
+
+def test_what_one_stage_alone_needs_is_checked_there(tmp_path):
+    store = LocalStore(tmp_path)
+    files = [{"name": "n", "key": "k", "digest": "d"}]
+    checkpoint = {"version": "v", "export": files, "optimizer": []}
+    trained = STAGE | {"stage": "train", "stats": {"checkpoint": checkpoint}}
+    store.put("good", json.dumps(trained).encode())
+    assert manifests.read_stage(store, "good") == trained
+    for bad in ({}, {"checkpoint": {}}, {"checkpoint": checkpoint | {"export": [{"name": "n"}]}}):
+        store.put("bad", json.dumps(trained | {"stats": bad}).encode())
+        with pytest.raises(FormatError, match="bad, stats"):
+            manifests.read_stage(store, "bad")
+    rolled = PARTITION | {"given_up": {"t": "why"}, "stats": {"verifier_failures": 0}}
+    for number, (field, manifest) in enumerate([("", rolled), ("given_up", PARTITION), *spoiled(rolled)]):
+        lease = leases.acquire(store, f"runs/r/00000/rollout/f/p{number:05d}", owner={}, dead_after_seconds=5)
+        assert isinstance(lease, leases.Lease)
+        lease.finish(manifest)
+        if field and field != "t":
+            with pytest.raises(FormatError, match=field):
+                manifests.read_partition(store, "runs/r/00000/rollout/f", number)
+        elif not field:
+            assert manifests.read_partition(store, "runs/r/00000/rollout/f", number) is not None
+
+
+@pytest.mark.parametrize("data", [b"{}", b'{"run_id": 3}', b"[]"], ids=repr)
+def test_which_run_a_flow_run_drives_is_checked(tmp_path, data):
+    store = LocalStore(tmp_path)
+    store.put("flow-runs/x.json", data)
+    with pytest.raises(FormatError, match=re.escape("flow-runs/x.json")):
+        manifests.read_flow_run(store, "flow-runs/x.json")
