@@ -9,9 +9,11 @@ from typing import Any
 import prefect
 from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
+from flows import preemption
 from flows.iteration import iteration_flow
 from infra.store import ObjectStore, open_store
 from schemas import config as run_config
@@ -23,7 +25,8 @@ from tasks.session import Progress, open_session, silent
 from tasks.stage import StageResult
 
 
-@flow(name="campaign", flow_run_name="{run_id}", persist_result=False)
+@flow(name="campaign", flow_run_name="{run_id}", persist_result=False, on_crashed=[preemption.name_crash])
+@preemption.noting_stops()
 def _campaign(run_id: str, iterations: int) -> list[dict[str, StageResult]]:
     return [iteration_flow(run_id, iteration) for iteration in range(iterations)]
 
@@ -67,13 +70,26 @@ def run_id_of(store: ObjectStore, flow_run_id: str, planned: datetime) -> str:
     return read_flow_run(store, key)
 
 
-@flow(name="opd", flow_run_name="{config_path}", persist_result=False)
+def _preempted(flow: Any, flow_run: FlowRun, state: State) -> None:
+    preemption.name_crash(flow, flow_run, state)
+    parameters = dict(flow_run.parameters)
+    if parameters.get("run_id") is None:
+        config = run_config.load(parameters["config_path"], parameters.get("settings"))
+        assert flow_run.expected_start_time is not None
+        planned = flow_run.expected_start_time
+        parameters["run_id"] = run_id_of(open_store(config.data), str(flow_run.id), planned)
+    preemption.schedule_successor(flow_run, parameters)
+
+
+@flow(name="opd", flow_run_name="{config_path}", persist_result=False, on_crashed=[_preempted])
+@preemption.noting_stops()
 def scheduled_campaign(
     config_path: str, settings: list[str] | None = None, run_id: str | None = None
 ) -> dict[str, Any]:
     """Entry point of deployments: a TOML file and overrides, as parameters that the Prefect UI edits.
 
     Without run_id the flow run's planned start time names the run: a retry continues it, the next night starts anew.
+    A flow run that is stopped by a signal leaves a successor with its run_id, which any worker of the pool may take.
     """
     config = run_config.load(config_path, settings)
     if run_id is None:

@@ -5,7 +5,8 @@
     dispatch   Spark shuffles all trajectories and packs them into the plan
     train      DeepSpeed walks the plan; the next student comes out
 
-Stages are idempotent by their own manifests; Prefect adds retries, states and artifacts, and carries nothing.
+Stages are idempotent by their own manifests; Prefect adds retries, states and artifacts, and carries nothing. A stage
+that is stopped ends in state "Preempted".
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows import artifacts
+from flows import artifacts, preemption
 from schemas.errors import StoreError
 from tasks import plan, rollout, teach, train
 from tasks.session import current_session
@@ -30,10 +31,11 @@ def _worth_a_retry(_task: Any, _run: Any, state: Any) -> bool:
 
 
 def _stage(name: str):
-    return task(
+    as_task = task(
         name=name, task_run_name=name + " {iteration}", retries=2, retry_delay_seconds=10,
         retry_condition_fn=_worth_a_retry, cache_policy=NO_CACHE, persist_result=False,
     )  # fmt: skip
+    return preemption.stoppable(as_task)
 
 
 @_stage("rollout")
@@ -56,7 +58,10 @@ def train_task(iteration: int, student: Student, inputs: dict[str, StageResult])
     return artifacts.published(train.train(current_session(), iteration, student, inputs))
 
 
-@flow(name="iteration", flow_run_name="{run_id} {iteration}", persist_result=False)
+@flow(
+    name="iteration", flow_run_name="{run_id} {iteration}", persist_result=False, on_crashed=[preemption.name_crash]
+)  # fmt: skip
+@preemption.noting_stops()
 def iteration_flow(run_id: str, iteration: int) -> dict[str, StageResult]:
     """Iteration k of the open session, sampling with the student of iteration k-1. Returns the stages' results."""
     session = current_session()

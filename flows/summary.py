@@ -48,6 +48,8 @@ def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) 
     row("mean reward, training prompts", (_number(s.get("train_reward"), 3) for s in rolled))
     if any(s["verifier_failures"] for s in rolled):
         row("failed verifier calls, reward null", (_number(int(s["verifier_failures"])) for s in rolled))
+    if any(s["given_up"] for s in rolled):
+        row("trajectories given up, not trained on", (_number(int(s["given_up"])) for s in rolled))
     row("mean reward, held-out prompts", (_number(s.get("heldout_reward"), 3) for s in rolled))
     for key in ("all", *config.teacher_ids):
         name = "all teachers" if key == "all" else f"teacher {key}"

@@ -46,8 +46,8 @@ def survival_svg(title: str, samples: Mapping[str, Sequence[int]]) -> str:
         points = " ".join(f"{x(tokens):.1f},{y(share):.1f}" for tokens, share in _steps(lengths))
         parts.append(f'<polyline points="{points}" {line}/>')
         row = _TOP + 18 + 20 * index
-        parts.append(f'<line x1="{_WIDTH - 300}" y1="{row}" x2="{_WIDTH - 260}" y2="{row}" {line}/>')
-        parts.append(f'<text x="{_WIDTH - 250}" y="{row + 4}">{escape(name)}</text>')
+        parts.append(f'<line x1="{_WIDTH - 340}" y1="{row}" x2="{_WIDTH - 300}" y2="{row}" {line}/>')
+        parts.append(f'<text x="{_WIDTH - 290}" y="{row + 4}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -24,11 +24,23 @@ PREFIX = keys.stage_prefix("kills", 0, "rollout", "f" * 64)
 OWNED = keys.partition_prefix(PREFIX, 3)
 
 
-def run_worker(work: str, said: str, errors: str, pause: str) -> None:
-    """In the worker: its output into files; `pause` names a signal that it sends itself before it would finish."""
+def run_worker(work: str, said: str, errors: str, pause: str, spill_seconds: float) -> None:
+    """In the worker: its output into files; `pause` names a signal that it sends itself before it would finish.
+
+    spill_seconds: that the store takes for each spill.
+    """
     redirect(said, errors)
     from tasks.ranks import rollout
 
+    if spill_seconds:
+        put = LocalStore.put
+
+        def slowly(self, key, data):
+            if "/spill/" in key:
+                time.sleep(spill_seconds)
+            put(self, key, data)
+
+        LocalStore.put = slowly
     if pause:
         finish = leases.Lease.finish
 
@@ -66,13 +78,13 @@ class Site:
             "partitions": [{"partition": 3, "requests": requests}],
         }  # fmt: skip
 
-    def start(self, scratch: str = "node", pause: str = "") -> Run:
+    def start(self, scratch: str = "node", pause: str = "", spill_seconds: float = 0.0) -> Run:
         self._starts += 1
         entry = self.work["partitions"][0] | ({"acknowledged": self.acknowledged} if self.acknowledged else {})
         work = self.work | {"scratch": str(self.folder / scratch), "partitions": [entry, *self.work["partitions"][1:]]}
         path = self.folder / f"work{self._starts}.json"
         path.write_text(json.dumps(work))
-        return Run(path, pause)
+        return Run(path, pause, spill_seconds)
 
     def result(self) -> tuple[bytes, list[dict], str]:
         """(shard, rows, digest of content columns) of the finished partition, its digests checked."""
@@ -102,9 +114,9 @@ class Site:
 class Run:
     """One started worker."""
 
-    def __init__(self, work: Path, pause: str) -> None:
+    def __init__(self, work: Path, pause: str, spill_seconds: float) -> None:
         self._said, self._errors = work.with_suffix(".out"), work.with_suffix(".err")
-        arguments = (str(work), str(self._said), str(self._errors), pause)
+        arguments = (str(work), str(self._said), str(self._errors), pause, spill_seconds)
         self._process = FORKS.Process(target=run_worker, args=arguments)
         self._process.start()
 

@@ -250,8 +250,11 @@ def test_damage_is_found(finished):
     assert str(shard.relative_to(folder / "data")) in report
 
 
-def test_a_killed_campaign_ends_with_the_same_bytes(finished, tmp_path):
-    """SIGKILL in rollout, SIGTERM in training, then left alone: nothing of it shows in the digests."""
+def test_a_killed_campaign_ends_with_the_same_bytes(finished, prefect_api, tmp_path):
+    """SIGKILL and SIGTERM in rollout, SIGTERM in training, then left alone: nothing of it shows in the digests.
+
+    But the server shows which stage was pre-empted.
+    """
     config = write_config(tmp_path, kill="0")
 
     def started() -> subprocess.Popen[str]:
@@ -268,10 +271,19 @@ def test_a_killed_campaign_ends_with_the_same_bytes(finished, tmp_path):
     with started() as process:
         until(process, "scratch/tiny/wal/**/wal/000001.seg")
         process.kill()
-    with started() as process:
-        until(process, "data/runs/tiny/00000/train/*/p00000/epochs/*.json")
-        process.terminate()
-        assert process.wait(120) == 75, process.communicate()
+    for stage, sign in (
+        ("rollout", "scratch/tiny/wal/**/e000002/wal/000001.seg"),
+        ("train", "data/runs/tiny/00000/train/*/p00000/epochs/*.json"),
+    ):
+        with started() as process:
+            until(process, sign)
+            process.terminate()
+            assert process.wait(120) == 75, process.communicate()
+        newest = {"sort": "EXPECTED_START_TIME_DESC", "limit": 2}
+        states = {run["name"]: run["state_name"] for run in ask(f"{prefect_api}/flow_runs/filter", newest)}
+        assert states == {"tiny": "Preempted", "tiny 0": "Preempted"}
+        runs = ask(f"{prefect_api}/task_runs/filter", {"task_runs": {"state": {"name": {"any_": ["Preempted"]}}}})
+        assert f"{stage} 0" in {run["name"] for run in runs}
     opd("run", config)
     assert output_digests(tmp_path / "data") == output_digests(finished[0] / "data")
     assert "0 breaches" in opd("verify", "tiny", "--data", tmp_path / "data")
