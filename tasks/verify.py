@@ -19,6 +19,7 @@ from schemas.errors import ContractError, OpdError
 from schemas.rows import TABLES, content_digest
 from tasks.manifests import read_partition, read_stage
 
+_MAX_HEADER_BYTES = 1 << 20
 STAGES = ("rollout", "teach", "dispatch", "train")
 
 
@@ -53,8 +54,11 @@ def _manifests(store: ObjectStore, run_id: str) -> tuple[Manifests, Check]:
     return found, Check("stage manifests are whole", count, tuple(breaches))
 
 
-def _in_a_line(error: OpdError) -> str:
-    return f"{error.where}: expected {error.expected}, found {error.found}"
+def _in_a_line(error: Exception, key: str = "") -> str:
+    """key: the object that was read, for errors that do not know it: a tensor is missing, or bytes are."""
+    if isinstance(error, OpdError):
+        return f"{error.where}: expected {error.expected}, found {error.found}"
+    return f"{key}: {error!r}"
 
 
 def _matches(root: str, manifest: dict[str, Any]) -> bool:
@@ -121,8 +125,8 @@ def _check_trajectories(store: ObjectStore, rows: list[dict[str, Any]], known_pr
         if key not in masks:
             try:
                 masks[key] = shards.decode(store.get(key), key)["sampled_mask"]
-            except OpdError as error:
-                tokens.append(_in_a_line(error))
+            except (OpdError, KeyError) as error:
+                tokens.append(_in_a_line(error, key))
                 masks[key] = np.zeros(0, np.uint8)
         mask = masks[key][row["first_row"] : row["first_row"] + row["response_tokens"]]
         if len(mask) != row["response_tokens"] or int(np.sum(mask)) != row["sampled_tokens"]:
@@ -145,14 +149,15 @@ def _check_hidden(store: ObjectStore, rows: list[dict[str, Any]], tokens_of: dic
         try:
             if key not in headers:
                 (length,) = np.frombuffer(store.get_range(key, 0, 8), "<u8")
-                headers[key] = shards.decode_header(store.get_range(key, 0, 8 + int(length)), key)["hidden"]
+                head = store.get_range(key, 0, 8 + min(int(length), _MAX_HEADER_BYTES))
+                headers[key] = shards.decode_header(head, key)["hidden"]
             spec = headers[key]
             data = store.get_range(key, spec.start + row["first_object_row"] * spec.row_bytes,
                                    row["rows"] * spec.row_bytes)  # fmt: skip
             block = np.frombuffer(data, np.uint8).reshape(row["rows"], spec.row_bytes)
             shards.check_block_crcs(block, row["block_crcs"], f"{key}, {row['trajectory_id']}")
-        except OpdError as error:
-            damaged.append(_in_a_line(error))
+        except (OpdError, KeyError, ValueError) as error:
+            damaged.append(_in_a_line(error, key))
     short = [
         f"{t}, teacher {i}: {n} rows of {tokens_of[t]}" for (t, i), n in covered.items() if tokens_of.get(t, n) != n
     ]

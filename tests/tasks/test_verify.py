@@ -111,3 +111,13 @@ def test_a_trajectory_that_one_of_its_teachers_has_not_read_is_found():
     assert breaches(read[1:]) == ("t0: not read by a",)
     assert breaches([*read, read[0] | {"teacher_id": "c"}]) == ("t0: read by c, which it has not",)
     assert breaches([*read, read[0] | {"iteration": 1, "trajectory_id": "t1"}]) == ("t1: read by a, which it has not",)
+
+
+OTHER = shards.encode({"other": ("U8", np.zeros(3, np.uint8))})
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 7, b"\xff" * 64, OTHER], ids=["empty", "short", "garbled", "other"])
+@pytest.mark.parametrize(("key", "name"), [("t", "token shards hold"), ("h", "hidden-state blocks")])
+def test_an_object_of_any_bytes_is_a_breach(store, key, name, data):
+    store.put(key, data)
+    assert any(found.startswith(name) for found in breaches(store, *rows()))
