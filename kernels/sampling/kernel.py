@@ -5,9 +5,9 @@ stream. It leaves the part's best score, the block of four ids that has it, the 
 exponentials. `_merge` folds a row's parts in a tree of fixed shape, finds the id in the block and writes it with its
 log-probabilities.
 
-What bounds it: instructions. A logit takes about 40 of them, among them 4.5 wide integer products, which run at a
-quarter of the rate, and three results of the special function unit. For 1024 rows of 128,256 logits that is 0.16 ms
-of issue slots alone, where reading the logits takes 0.12 (BENCH.md).
+What bounds it: instructions. A logit takes about 40 of them, among them the products and xors of ten Philox rounds
+for four words, and three results of the special function unit. For 1024 rows of 128,256 logits that is 0.16 ms of
+issue slots alone, where reading the logits takes 0.12 (BENCH.md).
 
 Shape letters: S rows, V vocabulary, B blocks of four ids in a part, P parts of a row.
 """
@@ -87,23 +87,19 @@ def score(x, word):
 
 @triton.jit
 def philox(key, position, block):
-    """The four words of each block, uint32: ten rounds; `_wide` gives the two halves of a product."""
+    """The four words of each block, uint32."""
     c0, c1, c2 = block.to(tl.uint32), position.to(tl.uint32), (position >> 32).to(tl.uint32)
     key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     c3 = tl.zeros_like(key0)
+    factor0, factor2 = tl.full((), 0xD2511F53, tl.uint32), tl.full((), 0xCD9E8D57, tl.uint32)
     for _ in tl.static_range(10):
-        high0, low0 = _wide(c0, 0xD2511F53)
-        high2, low2 = _wide(c2, 0xCD9E8D57)
+        # Two instructions a product are faster here than one that gives all 64 bits.
+        high0, low0 = tl.umulhi(c0, factor0), c0 * factor0
+        high2, low2 = tl.umulhi(c2, factor2), c2 * factor2
         c0, c1, c2, c3 = high2 ^ c1 ^ key0, low2, high0 ^ c3 ^ key1, low0
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
     return c0, c1, c2, c3
-
-
-@triton.jit
-def _wide(word, factor: tl.constexpr):
-    product = word.to(tl.uint64) * factor
-    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit
