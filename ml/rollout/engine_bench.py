@@ -29,7 +29,7 @@ SMOLLM2 = {
     "max_position_embeddings": 2048, "rope_theta": 100000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     "hidden_act": "silu",
 }  # fmt: skip
-PAGE_TOKENS = 64
+PAGE_TOKENS = 128
 #: vLLM's CPU build 0.32.0, the same shape and batch on two cores with AVX512-bf16.
 _PEER_TOKENS_PER_S = 134.0
 
@@ -70,20 +70,12 @@ class Run:
     step_seconds: of each step so far.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        max_sequences: int,
-        num_tokens: int,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-        **changes: Any,
-    ) -> None:
+    def __init__(self, model: Transformer, max_sequences: int, num_tokens: int, **changes: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="opd-bench-")
         self._log = TokenLog(Path(self._folder.name) / "log", LogHeader("bench", 0, 0, 1, "random"))
-        pages = max_sequences * pages_for(num_tokens, page_tokens)
+        pages = max_sequences * pages_for(num_tokens, PAGE_TOKENS)
         config = EngineConfig.on(
-            model.head_weight.device, max_sequences=max_sequences, page_tokens=page_tokens, num_pages=pages
+            model.head_weight.device, max_sequences=max_sequences, page_tokens=PAGE_TOKENS, num_pages=pages
         )
         vocab_size = model.config.vocab_rows
         self.engine = RolloutEngine(model, replace(config, **changes), SamplingParams(), (), vocab_size, self._log)

@@ -7,6 +7,7 @@ or with their KV.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def run(quick: bool) -> dict[str, Any]:
     for count in (64,) if quick else (64, 256, 1024):
         figures |= decode_figures(model, count)
     if not quick:
-        figures |= log_figures(model) | bits_figures(model) | prefill_figures(model)
+        figures |= staggered_figures(model) | log_figures(model) | bits_figures(model) | prefill_figures(model)
         figures |= resume_figures(model, 32768) | resume_figures(model, 131072)
         figures |= mxfp4_figures(figures["decode_step_ms_64"]["value"])
         del model
@@ -53,7 +54,10 @@ def run(quick: bool) -> dict[str, Any]:
             f"vLLM, {n} requests, measured apart": {"value": rate, "unit": "tokens/s", "version": "0.24.0"}
             for n, rate in _PEERS.items()
         },
-        "env": environment(f"random Llama 1.24 B, bf16, prompt {PROMPT} + {NEW} new, log on"),
+        "env": environment(
+            f"random Llama 1.24 B, bf16, prompt {PROMPT} + {NEW} new, log on; "
+            "a million tokens: 6 layers of SmolLM2-135M's shape"
+        ),
     }
 
 
@@ -73,6 +77,25 @@ def decode_figures(model: Transformer, count: int) -> dict[str, Any]:
         f"tokens_per_s_{count}": figure(count * NEW / seconds, "tokens/s", f">= {_TARGETS[count]:.0f}"),
         f"decode_step_ms_{count}": figure(step_ms, "ms", ""),
     }
+
+
+def staggered_figures(model: Transformer, count: int = 1024, slots: int = 256) -> dict[str, Any]:
+    """Tokens a second when responses of 1 to 768 tokens, 200 in the mean, end at any time and others take their
+    places, four of a prompt."""
+    r = random.Random(0)
+    prompts = random_requests(model, count // 4, PROMPT, 1)
+    requests = [
+        Request(f"{i}.{n}", p.prompt_ids, 4 * i + n, min(768, 1 + int(r.expovariate(1 / 200))))
+        for i, p in enumerate(prompts)
+        for n in range(4)
+    ]
+    with Run(model, slots, PROMPT + 768) as run:
+        run.finish([replace(request, trajectory_id=f"warm {request.trajectory_id}") for request in requests])
+        started = time.perf_counter()
+        finished = run.finish(requests)
+        seconds = time.perf_counter() - started
+    total = sum(len(f.response_ids) for f in finished.values())
+    return {f"tokens_per_s_staggered_{slots}": figure(total / seconds, "tokens/s", "")}
 
 
 class _NoLog:
@@ -228,9 +251,10 @@ def mxfp4_figures(bf16_step_ms: float) -> dict[str, Any]:
     }
 
 
-def long_figures(tokens: int = LONG) -> dict[str, Any]:
-    """A context of `tokens`: prefilled, decoded, its KV taken to the host, resumed. SmolLM2-135M's shape."""
-    model = random_model({**SMOLLM2, "max_position_embeddings": tokens}, "bf16", "cuda")
+def long_figures(tokens: int = LONG, layers: int = 6) -> dict[str, Any]:
+    """A context of `tokens`: prefilled, decoded, its KV taken to the host, resumed. Layers of SmolLM2-135M's shape."""
+    sizes = {"max_position_embeddings": tokens, "num_hidden_layers": layers}
+    model = random_model({**SMOLLM2, **sizes}, "bf16", "cuda")
     (request,) = random_requests(model, 1, tokens - 64, 64)
     torch.cuda.reset_peak_memory_stats()
 
