@@ -126,7 +126,7 @@ class Loop:
             "student": {"folder": str(self.student), "precision": precision, "digest": "d" * 64}, "compute": "bf16",
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2],
             "vocab_size": self.vocab_size, "threads": THREADS, "scratch": str(self.folder / f"{name}-scratch"),
-            "engine": {"max_sequences": 64, "page_tokens": 64, "kv_bytes": 1 << 30},
+            "engine": {"max_sequences": 64, "page_tokens": 64, "kv_bytes": 1 << 30}, "ranks": 1,
             "seal_seconds": 2.0, "grace_seconds": 20.0, "dead_after_seconds": 60.0,
             "verifier": {"timeout_seconds": 30.0, "max_failures": 0}, "partitions": partitions,
         }  # fmt: skip
