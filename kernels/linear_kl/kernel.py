@@ -61,7 +61,7 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
     heads, space = _Heads.of(h_ND, w_VD, t_NE, u_VE, plan), _Workspace.of(h_ND, t_NE, columns, plan)
     for first in range(0, N, space.slab_rows):
         rows = min(space.slab_rows, N - first)
-        padded = -(-rows // space.row_step) * space.row_step
+        padded = max(-(-rows // space.row_step) * space.row_step, fp8.LEAST if plan.fp8_gradients else 0)
         h_GD, weight_G = space.h_GD[:padded], space.weight_G[:padded]
         weight_G[:rows] = weight_N[first : first + rows]
         weight_G[rows:].zero_()
@@ -176,29 +176,33 @@ class _Workspace:
             row_step, per_slab, dtype = fp8.BLOCK, _CHUNKS_PER_FP8_SLAB, torch.float8_e4m3fn
             part_columns = min(columns, fp8.PART_COLUMNS)
             # Scales take a 32nd of the codes.
-            dz_row_bytes = (columns + part_columns) * 33 // 32
+            dz_row_bytes = columns * 33 // 32
         chunk_rows = plan.chunk_bytes // (8 * columns + dz_row_bytes * per_slab)
-        # Products in FP8 waste what is missing to a multiple of 128 rows.
-        step = fp8.BLOCK if plan.fp8_gradients and chunk_rows >= fp8.BLOCK else _ROW_STEP
+        step = _ROW_STEP
+        if plan.fp8_gradients:
+            # Products in FP8 waste what is missing to a multiple of 128 rows.
+            step = fp8.BLOCK if chunk_rows >= fp8.BLOCK else fp8.LEAST // per_slab
         chunk_rows = max(min(chunk_rows, _MAX_CHUNK_ROWS) // step * step, step)
         slab_rows = chunk_rows * per_slab
         slices = -(-columns // _SLICE)
         f32, D, E = torch.float32, h_ND.shape[1], t_NE.shape[1]
-        parts = {
-            "student_LV": (chunk_rows, columns, f32),
-            "teacher_LV": (chunk_rows, columns, f32),
+        of_slab = {
             "dz_GV": (slab_rows, columns, dtype),
             "h_GD": (slab_rows, D, h_ND.dtype),
-            "grad_h_GD": (slab_rows, D, f32 if plan.fp8_gradients else h_ND.dtype),
-            "t_LE": (chunk_rows, E, t_NE.dtype),
             "weight_G": (1, slab_rows, f32),
+        }
+        of_chunk = {
+            "student_LV": (chunk_rows, columns, f32),
+            "teacher_LV": (chunk_rows, columns, f32),
+            "t_LE": (chunk_rows, E, t_NE.dtype),
             "kl_L": (1, chunk_rows, f32),
             "partial_L": (chunk_rows, slices * 8, f32),
             "arrived_L": (1, chunk_rows + 1, torch.int32),
         }
+        of_gradients = {"grad_h_GD": (slab_rows, D, f32 if plan.fp8_gradients else h_ND.dtype)}
         if plan.fp8_gradients:
-            parts |= {
-                "dz_scales": (columns // fp8.BLOCK, slab_rows, f32),
+            of_slab["dz_scales"] = (columns // fp8.BLOCK, slab_rows, f32)
+            of_gradients |= {
                 "turned_dz_VG": (part_columns, slab_rows, dtype),
                 "turned_dz_scales": (slab_rows // fp8.BLOCK, part_columns, f32),
                 "turned_head_DV": (D, part_columns, dtype),
@@ -206,18 +210,22 @@ class _Workspace:
                 "turned_h_DG": (D, slab_rows, dtype),
                 "turned_h_scales": (*fp8.tile_scales(D, slab_rows), f32),
             }
-        sizes = {name: -(-r * c * dtype.itemsize // 256) * 256 for name, (r, c, dtype) in parts.items()}
+        # Logits are done with when a slab's gradients begin, so both lie in one place.
+        offsets, slab_end = _place(of_slab, 0)
+        chunk_offsets, chunk_end = _place(of_chunk, slab_end)
+        gradient_offsets, gradient_end = _place(of_gradients, slab_end)
+        offsets |= chunk_offsets | gradient_offsets
+        total = max(chunk_end, gradient_end)
         key = (h_ND.device, products.stream(h_ND.device))
         buffer = _buffers.get(key)
-        if buffer is None or buffer.numel() < sum(sizes.values()):
+        if buffer is None or buffer.numel() < total:
             _buffers.pop(key, None)  # free before the larger one is asked for
             buffer = None
-            buffer = _buffers[key] = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=h_ND.device)
-        views, offset = {}, 0
-        for name, (r, c, dtype) in parts.items():
-            whole = buffer[offset : offset + r * c * dtype.itemsize].view(dtype).view(r, c)
+            buffer = _buffers[key] = torch.empty(total, dtype=torch.uint8, device=h_ND.device)
+        views = {}
+        for name, (r, c, dtype) in (of_slab | of_chunk | of_gradients).items():
+            whole = buffer[offsets[name] : offsets[name] + r * c * dtype.itemsize].view(dtype).view(r, c)
             views[name] = whole[0] if name in _VECTORS else whole
-            offset += sizes[name]
         return _Workspace(row_step, chunk_rows, slab_rows, **views)
 
     def gradient(self, rows: int) -> torch.Tensor | Fp8:
@@ -245,6 +253,15 @@ class _Workspace:
         return Fp8(_first(codes, D, columns), _first(scales, *fp8.tile_scales(D, columns)), tiles=True)
 
 
+def _place(parts, offset):
+    """(offset of each part, end of the last one), on whole 256 bytes."""
+    offsets = {}
+    for name, (rows, columns, dtype) in parts.items():
+        offsets[name] = offset
+        offset += -(-rows * columns * dtype.itemsize // 256) * 256
+    return offsets, offset
+
+
 def _first(buffer: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor:
     """A dense [rows, columns] matrix at the buffer's start."""
     assert buffer is not None
@@ -253,8 +270,9 @@ def _first(buffer: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor
 
 def _columns(plan) -> int:
     """Columns of logits and their gradient."""
-    step = fp8.BLOCK if plan.fp8_gradients else _COLUMN_STEP
-    return -(-plan.vocab_size // step) * step
+    if plan.fp8_gradients:
+        return max(-(-plan.vocab_size // fp8.BLOCK) * fp8.BLOCK, fp8.LEAST)
+    return -(-plan.vocab_size // _COLUMN_STEP) * _COLUMN_STEP
 
 
 def _values(head_VD, V, dtype, columns):
