@@ -259,7 +259,6 @@ class FeedForward(nn.Module):
         self.gate_proj = Linear(config.width, config.feed_forward, **linears)
         self.up_proj = Linear(config.width, config.feed_forward, **linears)
         self.down_proj = Linear(config.feed_forward, config.width, gathers=True, **linears)
-
         self.joined: Joined | None = None
 
     def join(self) -> None:
