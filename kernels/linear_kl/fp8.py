@@ -32,8 +32,14 @@ from kernels.quant.turned import LAYOUT, TURNED, WARPS
 BLOCK = 128
 #: The library's sums over a single block of 128 read a second block's scales, whatever lies there.
 LEAST = 2 * BLOCK
-#: Columns of the vocabulary whose second forms are held at a time: enough for a product.
-PART_COLUMNS = 16384
+# Columns of the vocabulary whose second forms are held at a time, at most: enough for a product.
+_MAX_PART_COLUMNS = 16384
+
+
+def part_columns(columns: int) -> int:
+    """Columns of every part but the last, which is nearly as large: a small one would be a slow product."""
+    parts = -(-columns // _MAX_PART_COLUMNS)
+    return -(-columns // (parts * BLOCK)) * BLOCK
 
 
 def rows(x_MD: torch.Tensor) -> Fp8:

@@ -98,8 +98,9 @@ def _fp8_gradients(space, dz_GV, h_GD, w_VD, grad_h_GD, grad_w_VD, plan, accumul
     if grad_w_VD is not None:
         turned_h_DG = space.turned_h(rows)
         fp8.turned_tiles(h_GD, turned_h_DG, h_GD.dtype)
-    for start in range(0, columns, fp8.PART_COLUMNS):
-        part = slice(start, min(start + fp8.PART_COLUMNS, columns))
+    step = fp8.part_columns(columns)
+    for start in range(0, columns, step):
+        part = slice(start, min(start + step, columns))
         size = part.stop - part.start
         part_GV = Fp8(dz_GV.codes[:, part], dz_GV.scales[start // fp8.BLOCK :])
         if plan.want_h:
@@ -174,7 +175,7 @@ class _Workspace:
         dz_row_bytes = columns * dtype.itemsize
         if plan.fp8_gradients:
             row_step, per_slab, dtype = fp8.BLOCK, _CHUNKS_PER_FP8_SLAB, torch.float8_e4m3fn
-            part_columns = min(columns, fp8.PART_COLUMNS)
+            part_columns = fp8.part_columns(columns)
             # Scales take a 32nd of the codes.
             dz_row_bytes = columns * 33 // 32
         chunk_rows = plan.chunk_bytes // (8 * columns + dz_row_bytes * per_slab)
