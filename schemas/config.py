@@ -181,6 +181,9 @@ class Train(Section):
     warmup_steps: int = Field(0, ge=0)
     divergence: Literal["reverse", "forward"] = "reverse"
     temperature: float = Field(1.0, gt=0)
+    kl_precision: Literal["exact", "fp8_gradients", "fp8"] = Field(
+        "exact", description="which products of the KL are FP8: fp8_gradients keeps the loss exact, fp8 does not"
+    )
     compute: Literal["fp32", "bf16"] = Field("bf16", description="dtype of the linears' products")
     zero_stage: Literal[1, 3] = operational(1)
     ranks: int = operational(1, gt=0)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from kernels.linear_kl import Divergence, linear_kl
+from kernels.linear_kl import Precision as KLPrecision
 from kernels.scaled_mm import row_invariant_mm
 from ml.linear import Linear, Precision, dense_precision, weight_values
 from ml.model import PackedCausal, SampledCausal, Transformer
@@ -31,13 +32,14 @@ _BYTES_PER_LOGPROB = 12  # an fp32 logit, its share of the log-softmax and the r
 @dataclass(frozen=True)
 class LossSettings:
     """vocab_size: rows of every head that count. chunk_bytes: bound on the logits of one chunk. page_tokens: of the
-    sampler's KV pages, which its log-probabilities are recomputed with."""
+    sampler's KV pages, which its log-probabilities are recomputed with. precision: of the KL's own products."""
 
     vocab_size: int
     divergence: Divergence = "reverse"
     temperature: float = 1.0
     chunk_bytes: int = 256 << 20
     page_tokens: int = 64
+    precision: KLPrecision = "exact"
 
 
 class StudentHead(nn.Module):
@@ -86,6 +88,7 @@ class StudentHead(nn.Module):
                 temperature=self.settings.temperature,
                 vocab_size=self.settings.vocab_size,
                 chunk_bytes=self.settings.chunk_bytes,
+                precision=self.settings.precision,
             )
             losses.append(loss)
             kls.append(kl_R)

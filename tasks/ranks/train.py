@@ -164,7 +164,7 @@ def _engine(work: dict[str, Any], device: torch.device, resumed: State | None) -
     transformer.checkpoint_layers = settings["recompute_layers"]
     loss = LossSettings(
         work["vocab_size"], settings["divergence"], settings["temperature"],
-        settings["chunk_bytes"] or traits(device).chunk_bytes, work["page_tokens"],
+        settings["chunk_bytes"] or traits(device).chunk_bytes, work["page_tokens"], settings["kl_precision"],
     )  # fmt: skip
     student = Student(transformer, loss)
     names = EngineSettings.__dataclass_fields__

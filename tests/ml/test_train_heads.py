@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.linear_kl import linear_kl
 from ml.train.heads import TeacherHeads
+from ml.train.loader import Segment
+from ml.train.loss import LossSettings, StudentHead
 from schemas.errors import ContractError
 
 CPU = torch.device("cpu")
@@ -53,3 +58,25 @@ def test_a_head_without_the_whole_vocabulary_is_refused(shape):
     heads = TeacherHeads(lambda _: torch.zeros(shape), vocab_size=5, device=CPU)
     with pytest.raises(ContractError, match="teacher 3"):
         heads.use(3)
+
+
+@pytest.mark.parametrize("precision", ["exact", "fp8_gradients", "fp8"])
+def test_the_kl_runs_in_the_precision_asked_for(precision):
+    g = torch.Generator().manual_seed(0)
+    body: Any = SimpleNamespace(head_weight=torch.nn.Parameter(torch.randn(40, 16, generator=g)), precision="bf16")
+    hidden, head = torch.randn(5, 32, generator=g).bfloat16(), torch.randn(40, 32, generator=g).bfloat16()
+    rows = torch.arange(5)
+    segment = Segment(0, rows, rows, torch.ones(5), torch.zeros(5), hidden)
+    batch: Any = SimpleNamespace(segments=(segment,), frame=SimpleNamespace(denominator_tokens=10))
+    h_ND = torch.randn(5, 16, generator=g).bfloat16().requires_grad_()
+    student = StudentHead(body, LossSettings(40, precision=precision))
+    student(h_ND, batch, TeacherHeads(lambda _: head, vocab_size=40, device=CPU), False)[0].backward()
+    found = h_ND.grad
+    assert found is not None
+    gradients = {}
+    for other in ("exact", "fp8_gradients", "fp8"):
+        h_ND.grad = None
+        linear_kl(h_ND, body.head_weight, hidden, head, torch.full((5,), 0.1), precision=other)[0].backward()
+        assert h_ND.grad is not None
+        gradients[other] = h_ND.grad
+    assert [other for other in gradients if torch.equal(found, gradients[other])] == [precision]
