@@ -138,7 +138,7 @@ class Rollout(Section):
         20.0, gt=0, description="from SIGTERM to the end of a worker; KV is spilled as long as it lasts"
     )
     stuck_seconds: float = operational(
-        600.0, gt=0, description="a worker whose oldest trajectory has no new token for so long is killed"
+        600.0, gt=0, description="a worker whose oldest trajectory does not go on for so long is killed"
     )
     max_given_up: int = operational(
         0, ge=0, description="trajectories of an iteration that may be given up because they keep killing workers"

@@ -37,6 +37,7 @@ class Suspects:
         self._struck_at: dict[str, int] = {}
         self._began: Mapping[str, int] = {}
         self._tokens: Mapping[str, int] = {}
+        self._positions = 0
         self.running: list[str] = []
         self.struck: list[str] = []
 
@@ -54,14 +55,14 @@ class Suspects:
         """recovered: response tokens in the log that the worker goes on from."""
         self._began = self._tokens = recovered
 
-    def reported(self, tokens: Mapping[str, int], running: Sequence[str]) -> bool:
-        """Durable response tokens so far, and who may be in the cache, the oldest first.
+    def reported(self, tokens: Mapping[str, int], running: Sequence[str], positions: int = 0) -> bool:
+        """Durable response tokens so far; who may be in the cache, the oldest first, and how far that one is there.
 
-        Whether the oldest has gone on since the last report, as it must: it is the last to wait for anything.
+        Whether the oldest has gone on since the last report, as it must: it never waits for others.
         """
-        before = (self.running[0], self._tokens.get(self.running[0])) if self.running else None
-        self._tokens, self.running = tokens, list(running)
-        return before is None or not running or before != (running[0], tokens.get(running[0]))
+        before = self._oldest()
+        self._tokens, self.running, self._positions = tokens, list(running), positions
+        return not before or not running or before != self._oldest()
 
     def crashed(self, how: str, *, stuck: bool = False) -> GivenUp | None:
         """The worker has died. Who is to be given up, once that is certain; how: what goes into the record.
@@ -85,6 +86,9 @@ class Suspects:
         if suspects:
             self._apart = [group for group in (suspects[:half], suspects[half:]) if group]
         return None
+
+    def _oldest(self) -> tuple[str, int, int] | None:
+        return (self.running[0], self._now(self.running[0]), self._positions) if self.running else None
 
     def _now(self, trajectory_id: str) -> int:
         return self._tokens.get(trajectory_id, 0)

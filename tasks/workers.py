@@ -40,7 +40,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
 class Limits:
     """max_attempts: starts of a partition in a row that bring no token. grace_seconds: from SIGTERM to SIGKILL.
 
-    stuck_seconds: a worker is killed when its oldest trajectory has no new token for so long. max_given_up:
+    stuck_seconds: a worker is killed when its oldest trajectory does not go on for so long. max_given_up:
     trajectories of the stage that may be given up.
     """
 
@@ -153,7 +153,7 @@ class Pool:
         if event == "ack":
             self.acknowledged[partition] = {"epoch": message["epoch"], "tokens": message["tokens"]}
             worker.silent_seconds = 0.0
-            if self.suspects[partition].reported(message["tokens"], message["running"]):
+            if self.suspects[partition].reported(message["tokens"], message["running"], message["positions"]):
                 worker.still_seconds = 0.0
         elif event == "resumed":
             self._resumed(partition, message)

@@ -220,6 +220,10 @@ class RolloutEngine:
         trajectory = self._unfinished[trajectory_id]
         return trajectory.kv or SpilledKv(*self._runner.read_kv(trajectory.pages, trajectory.num_kept))
 
+    def running(self) -> dict[str, int]:
+        """Positions in the cache of each trajectory there, the oldest first: that one goes on with every step."""
+        return {sequence.trajectory_id: sequence.num_kept for sequence in self._scheduler.running}
+
     def spill(self, write: Callable[[str, bytes], bool], deadline: float) -> list[SpillRecord]:
         """Write KV of unfinished trajectories until `deadline` (time.monotonic()), in the order of SpillQueue.
 

@@ -321,7 +321,7 @@ class Partition:
             unfinished = {i: None for i in group if i not in responses}
             for trajectory_id in unfinished:
                 engine.add(_engine_request(requests[trajectory_id], resumed.get(trajectory_id)))
-            self._report(recovered | engine.live(), unfinished, responses, now=True)
+            self._report(recovered | engine.live(), engine.running(), unfinished, responses, now=True)
             gained = False
             while engine.has_work():
                 for finished in engine.step():
@@ -333,13 +333,13 @@ class Partition:
                     # The first token is told at once: what has gone on is not what the worker may die of next.
                     first = not gained and any(tokens[i] > recovered.get(i, 0) for i in group)
                     gained = gained or first
-                    self._report(tokens, unfinished, responses, now=first)
+                    self._report(tokens, engine.running(), unfinished, responses, now=first)
                 if self.worker.stop.arrived is not None and engine.has_work():
                     self._spill(log, engine, self.worker.stop.arrived)
-                    self._report(recovered | engine.live(), unfinished, responses, now=True)
+                    self._report(recovered | engine.live(), engine.running(), unfinished, responses, now=True)
                     raise Preempted
         log.seal()
-        self._report(recovered | engine.live(), {}, responses, now=True)
+        self._report(recovered | engine.live(), {}, (), responses, now=True)
 
     def _engine_config(self) -> EngineConfig:
         sizes, config = self.work["engine"], self.worker.model.config
@@ -384,17 +384,30 @@ class Partition:
         log.seal()
 
     def _report(
-        self, tokens: dict[str, int], unfinished: Iterable[str], responses: Sized, *, now: bool = False
+        self,
+        tokens: dict[str, int],
+        running: dict[str, int],
+        unfinished: Iterable[str],
+        responses: Sized,
+        *,
+        now: bool = False,
     ) -> None:
-        """tokens: durable, of every trajectory that has any. unfinished: of the group, in order of admission."""
+        """tokens: durable, of each trajectory that has any. running: positions of those in the cache, the oldest first.
+
+        unfinished: those of the group, in the order in which the cache takes them.
+        """
         clock = time.monotonic()
         if clock - self._checked > self.work["dead_after_seconds"] / 5:
             self._checked = clock
             self.lease.check()
         if now or clock - self._reported > _REPORT_SECONDS:
             self._reported = clock
-            running = list(islice(unfinished, self.work["engine"]["max_sequences"]))
-            self.worker.say("ack", partition=self.index, epoch=self.lease.epoch, tokens=tokens, running=running)
+            # The next step may take in some that wait, and die of them before another report.
+            next_running = islice(dict.fromkeys([*running, *unfinished]), self.work["engine"]["max_sequences"])
+            self.worker.say(
+                "ack", partition=self.index, epoch=self.lease.epoch, tokens=tokens, running=list(next_running),
+                positions=next(iter(running.values()), 0),
+            )  # fmt: skip
             self.worker.say("progress", partition=self.index, done=len(responses), total=len(self.requests),
                             unit="trajectories")  # fmt: skip
 

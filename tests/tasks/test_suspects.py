@@ -123,6 +123,18 @@ def test_tokens_of_which_the_last_report_did_not_tell_clear_a_trajectory():
         assert suspects.crashed("SIGKILL") is None
 
 
+def test_the_oldest_goes_on_by_tokens_or_by_positions_of_its_prompt():
+    suspects = Suspects(["a", "b"])
+    suspects.started()
+    suspects.resumed({})
+    assert suspects.reported({}, ["a", "b"], 0)
+    assert suspects.reported({}, ["a", "b"], 256)
+    assert not suspects.reported({"b": 1}, ["a", "b"], 256)
+    assert suspects.reported({"a": 1, "b": 2}, ["a", "b"], 256)
+    assert suspects.reported({"a": 1, "b": 2}, ["b"], 256)
+    assert suspects.reported({"a": 1, "b": 2}, [], 0)
+
+
 def test_more_than_allowed_is_an_error_that_names_one():
     check_given_up({}, 0, 3)
     check_given_up({2: {"t1": "SIGSEGV, 3 times after 7 tokens"}}, 1, 3)
