@@ -61,7 +61,8 @@ _CUDA = Traits(
     compute_dtypes=frozenset({torch.bfloat16}),
     head_dtype=None,
     packs_mxfp4=True,
-    split_tokens=1024,
+    # Cuts of 1024, with pages of 128, prefill faster and decode more slowly (BENCH.md, "Rollout").
+    split_tokens=512,
     prefill_chunk_tokens=8192,
     steps_in_flight=1,
     graphs=True,

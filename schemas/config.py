@@ -124,7 +124,7 @@ class Rollout(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     prompts_per_partition: int = Field(8, gt=0)
     max_sequences: int = operational(32, gt=0, description="sequences in flight in one worker")
-    page_tokens: int = Field(128, gt=0, description="tokens of a KV page, a power of two; a GPU wants 64 at least")
+    page_tokens: int = Field(64, gt=0, description="tokens of a KV page, a power of two; a GPU wants 64 at least")
     kv_bytes: int = operational(1 << 30, gt=0, description="KV cache of one worker")
     workers: int = operational(1, gt=0)
     tensor_parallel: int = operational(

@@ -29,7 +29,7 @@ SMOLLM2 = {
     "max_position_embeddings": 2048, "rope_theta": 100000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     "hidden_act": "silu",
 }  # fmt: skip
-PAGE_TOKENS = 128
+PAGE_TOKENS = 64
 #: vLLM's CPU build 0.32.0, the same shape and batch on two cores with AVX512-bf16.
 _PEER_TOKENS_PER_S = 134.0
 
