@@ -43,9 +43,10 @@ def sample(
     refuse it.
 
     logits_SV: fp32, -inf allowed; rows may lie apart (stride), a row is contiguous. keys_S: int64, the bits of 64-bit
-    keys. positions_S: int64, of the tokens to be sampled, not negative. top_k 0 and top_p 1 cut nothing; a cut costs
-    a sort of each row. impl: None takes the kernel on CUDA and the reference elsewhere; a name forces one. The kernel
-    asks the host for nothing, so a CUDA graph can hold it. Raises ContractError where sizes or types do not fit.
+    keys. positions_S: int64, of the tokens to be sampled, not negative. top_k 0 and top_p 1 cut nothing; each cut makes
+    the kernel read a row some twenty times more. impl: None takes the kernel on CUDA and the reference elsewhere; a
+    name forces one. The kernel asks the host for nothing, so a CUDA graph can hold it. Raises ContractError where
+    sizes or types do not fit.
     """
     _check(logits_SV, keys_S, positions_S, temperature)
     if impl is None:

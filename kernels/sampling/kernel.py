@@ -30,6 +30,7 @@ _LARGEST_U = tl.constexpr(1 - 2.0**-24)
 # One warp a program, so that no reduction waits at a barrier.
 _PART = 1024
 _WARPS = 1
+_CUT_BLOCK = 4096
 
 
 def sample(
@@ -230,18 +231,122 @@ def _log_probability(value, stats_ptr, used_P):
 
 
 def _cut(scaled_SV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """scaled_SV with -inf where top-k and top-p cut, by one sort of each row.
+    """scaled_SV with -inf where top-k and top-p cut."""
+    rows, num_ids = scaled_SV.shape
+    kept_SV = torch.empty(rows, num_ids, dtype=torch.float32, device=scaled_SV.device)
+    # In 2^-53: a float argument would lose half of its digits.
+    share = round(top_p * 2**53)
+    flags: dict[str, Any] = {"RANK": 0 < top_k < num_ids, "SHARE": top_p < 1.0}
+    _keep[(rows,)](
+        scaled_SV, kept_SV, scaled_SV.stride(0), num_ids, top_k, share, BLOCK=_CUT_BLOCK, num_warps=16, **flags
+    )
+    return kept_SV
 
-    Probabilities are whole numbers of 2^-44 of the largest one, so that sums of any order have the same bits.
-    """
-    num_ids = scaled_SV.shape[1]
-    sorted_SV, order_SV = torch.sort(scaled_SV, dim=-1, descending=True, stable=True)
-    if 0 < top_k < num_ids:
-        sorted_SV[:, top_k:] = float("-inf")
-    if top_p < 1.0:
-        weights_SV = ((sorted_SV.double() - sorted_SV[:, :1]).exp_() * 2.0**44).round_().to(torch.int64)
-        before_SV = weights_SV.cumsum(-1) - weights_SV
-        # The first id is kept whatever top_p is.
-        beyond_SV = before_SV >= (weights_SV.sum(-1, keepdim=True).double() * top_p).clamp_(min=1.0)
-        sorted_SV.masked_fill_(beyond_SV, float("-inf"))
-    return torch.empty_like(scaled_SV).scatter_(-1, order_SV, sorted_SV)
+
+# Neither number is worth a kernel of its own when it happens to be 1.
+@triton.jit(do_not_specialize=["top_k", "share"])
+def _keep(
+    x_ptr,
+    kept_ptr,
+    x_stride,
+    num_ids,
+    top_k,
+    share,
+    RANK: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row's cut is the least value that stays, and how many of its equals do, the lowest ids first."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    top_B = tl.full([BLOCK], float("-inf"), tl.float32)
+    for first in tl.range(0, num_ids, BLOCK):
+        id_B = first + tl.arange(0, BLOCK)
+        top_B = tl.maximum(top_B, tl.load(x_ptr + id_B, mask=id_B < num_ids, other=float("-inf")))
+    top = tl.max(top_B, 0)
+    least = tl.full((), 0, tl.int64)
+    equals = tl.full((), 1 << 40, tl.int64)
+    if RANK:
+        least = _least(x_ptr, num_ids, top, tl.full((), 0, tl.int64) + top_k, True, BLOCK)
+        above, _ = _sums(x_ptr, num_ids, top, least, True, BLOCK)
+        equals = top_k - above
+    if SHARE:
+        above, same = _sums(x_ptr, num_ids, top, least, False, BLOCK)
+        total = above + same
+        if RANK:
+            # Of the equals of the last rank only so many take part; each has the same weight.
+            _, count = _sums(x_ptr, num_ids, top, least, True, BLOCK)
+            total = above + same // count * equals
+        wanted = tl.maximum(tl.ceil(total.to(tl.float64) * (share.to(tl.float64) * 2.0**-53)).to(tl.int64), 1)
+        by_share = _least(x_ptr, num_ids, top, wanted, False, BLOCK)
+        above, same = _sums(x_ptr, num_ids, top, by_share, False, BLOCK)
+        _, count = _sums(x_ptr, num_ids, top, by_share, True, BLOCK)
+        weight = tl.maximum(same // tl.maximum(count, 1), 1)
+        needed = (wanted - above + weight - 1) // weight
+        equals = tl.where(by_share == least, tl.minimum(equals, needed), needed)
+        least = by_share
+    seen = tl.full((), 0, tl.int64)
+    for first in tl.range(0, num_ids, BLOCK):
+        id_B = first + tl.arange(0, BLOCK)
+        inside_B = id_B < num_ids
+        x_B = tl.load(x_ptr + id_B, mask=inside_B, other=float("-inf"))
+        rank_B = _rank(x_B)
+        equal_B = ((rank_B == least) & inside_B).to(tl.int32)
+        before_B = seen + tl.cumsum(equal_B, 0) - equal_B
+        stays_B = (rank_B > least) | ((rank_B == least) & (before_B < equals))
+        tl.store(kept_ptr + row * num_ids + id_B, tl.where(stays_B, x_B, float("-inf")), mask=inside_B)
+        seen += tl.sum(equal_B, 0)
+
+
+@triton.jit
+def _rank(x_B):
+    """Whole numbers from 0 to 2^32 - 1 in the order of the values; -0 counts as 0."""
+    bits_B = (x_B + 0.0).to(tl.int32, bitcast=True)
+    ordered_B = tl.where(bits_B < 0, ~bits_B, bits_B | -(2**31))
+    return ordered_B.to(tl.int64) & 0xFFFFFFFF
+
+
+@triton.jit
+def _weight(x_B, top, COUNT: tl.constexpr):
+    """One, or the probability over the largest one in units of 2^-43: whole numbers, whose sums keep their bits."""
+    if COUNT:
+        return tl.full(x_B.shape, 1, tl.int64)
+    return (tl.exp2((x_B - top) * _LOG2_E) * 2.0**43).to(tl.int64)
+
+
+@triton.jit
+def _sums(x_ptr, num_ids, top, rank, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Weights of the values above a rank, and at it."""
+    above_B = tl.zeros([BLOCK], tl.int64)
+    same_B = tl.zeros([BLOCK], tl.int64)
+    for first in tl.range(0, num_ids, BLOCK):
+        id_B = first + tl.arange(0, BLOCK)
+        inside_B = id_B < num_ids
+        x_B = tl.load(x_ptr + id_B, mask=inside_B, other=float("-inf"))
+        rank_B, weight_B = _rank(x_B), tl.where(inside_B, _weight(x_B, top, COUNT), 0)
+        above_B += tl.where(rank_B > rank, weight_B, 0)
+        same_B += tl.where(rank_B == rank, weight_B, 0)
+    return tl.sum(above_B, 0), tl.sum(same_B, 0)
+
+
+@triton.jit
+def _least(x_ptr, num_ids, top, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The highest rank from which on the weights reach `wanted`, two bits a pass over the row."""
+    found = tl.full((), 0, tl.int64)
+    for step in tl.range(0, 16):
+        unit = tl.full((), 1, tl.int64) << (30 - 2 * step)
+        one_B = tl.zeros([BLOCK], tl.int64)
+        two_B = tl.zeros([BLOCK], tl.int64)
+        three_B = tl.zeros([BLOCK], tl.int64)
+        for first in tl.range(0, num_ids, BLOCK):
+            id_B = first + tl.arange(0, BLOCK)
+            inside_B = id_B < num_ids
+            x_B = tl.load(x_ptr + id_B, mask=inside_B, other=float("-inf"))
+            rank_B, weight_B = _rank(x_B), tl.where(inside_B, _weight(x_B, top, COUNT), 0)
+            one_B += tl.where(rank_B >= found + unit, weight_B, 0)
+            two_B += tl.where(rank_B >= found + 2 * unit, weight_B, 0)
+            three_B += tl.where(rank_B >= found + 3 * unit, weight_B, 0)
+        one, two, three = tl.sum(one_B, 0), tl.sum(two_B, 0), tl.sum(three_B, 0)
+        digit = (one >= wanted).to(tl.int64) + (two >= wanted).to(tl.int64) + (three >= wanted).to(tl.int64)
+        found += digit * unit
+    return found
