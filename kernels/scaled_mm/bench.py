@@ -12,10 +12,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from kernels.quant import fp8_quantize_rows, fp8_quantize_tiles
-from kernels.scaled_mm import fp8_linear, fp8_mm, mxfp4_mm, pack_mxfp4, row_invariant_mm, self_test
+from kernels.quant import fp8_quantize_rows, fp8_quantize_tiles, mxfp4_dequantize
+from kernels.scaled_mm import fp8_linear, fp8_mm, mxfp4_mm, pack_mxfp4, row_invariant_mm, self_test, w4a8_mm
 from kernels.scaled_mm.mxfp4 import decoded_copy
-from kernels.testing import check, environment, figure, graph_us, relative_error
+from kernels.testing import check, environment, figure, graph_us, median_ms, relative_error
 
 #: (N, K) of linears of Llama and Qwen models and of a 7168-wide one.
 MODEL_SHAPES = (
@@ -34,27 +34,31 @@ def _normal(*shape: int, scale: float = 1.0, grad: bool = False) -> torch.Tensor
     return (torch.randn(*shape, device="cuda") * scale).bfloat16().requires_grad_(grad)
 
 
-def small_rows(figures: dict, peers: dict, rows: Sequence[int]) -> None:
-    """MXFP4 weight of 8192 x 8192 against cuBLAS on its bf16 values."""
-    targets = {16: ">= 2.2", 64: ">= 2.2", 256: ">= 1.0"}
-    weights = []
-    for _ in range(5):
-        blocks = torch.randint(0, 256, (8192, 4096), device="cuda", dtype=torch.uint8)
-        scales = torch.randint(115, 126, (8192, 256), device="cuda", dtype=torch.uint8)
-        weights.append(pack_mxfp4(blocks, scales))
+def _mxfp4(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = torch.randint(0, 256, (outputs, inputs // 2), device="cuda", dtype=torch.uint8)
+    scales = torch.randint(115, 126, (outputs, inputs // 32), device="cuda", dtype=torch.uint8)
+    return blocks, scales
+
+
+def small_rows(figures: dict, peers: dict, rows: Sequence[int], shape: tuple[int, int] = (8192, 8192)) -> None:
+    """MXFP4 weights of one shape against cuBLAS on their bf16 values."""
+    targets = {16: ">= 2.2", 64: ">= 2.2", 256: ">= 1.0"} if shape == (8192, 8192) else {}
+    suffix = "" if shape == (8192, 8192) else f"_{shape[0]}x{shape[1]}"
+    copies = max(5, -(-(640 << 20) // (2 * shape[0] * shape[1])))
+    weights = [pack_mxfp4(*_mxfp4(*shape)) for _ in range(min(copies, 40))]
     values = [decoded_copy(weight) for weight in weights]
     for count in rows:
-        x_MK = _normal(count, 8192)
+        x_MK, name = _normal(count, shape[1]), f"m{count}{suffix}"
         exact = torch.equal(mxfp4_mm(x_MK, weights[0]), row_invariant_mm(x_MK, values[0]))
         check(exact, f"mxfp4_mm at {count} rows differs from the row-invariant product")
         _default_library()
         cublas = graph_us([partial(F.linear, x_MK, w) for w in values])
         library = graph_us([partial(row_invariant_mm, x_MK, w) for w in values])
         ours = graph_us([partial(mxfp4_mm, x_MK, w) for w in weights])
-        figures[f"mxfp4_m{count}"] = figure(cublas / ours, "x cuBLAS bf16", targets.get(count, ""))
-        figures[f"mxfp4_m{count}_us"] = figure(ours, "us", "")
-        figures[f"row_invariant_m{count}"] = figure(cublas / library, "x cuBLAS bf16", "")
-        peers[f"cublas_bf16_m{count}"] = {"value": cublas, "unit": "us", "version": torch.__version__}
+        figures[f"mxfp4_{name}"] = figure(cublas / ours, "x cuBLAS bf16", targets.get(count, ""))
+        figures[f"mxfp4_{name}_us"] = figure(ours, "us", "")
+        figures[f"row_invariant_{name}"] = figure(cublas / library, "x cuBLAS bf16", "")
+        peers[f"cublas_bf16_{name}"] = {"value": cublas, "unit": "us", "version": torch.__version__}
 
 
 def large_rows(figures: dict, peers: dict) -> None:
@@ -68,6 +72,14 @@ def large_rows(figures: dict, peers: dict) -> None:
     fp8 = graph_us([lambda: fp8_mm(*fp8_quantize_rows(x_MK), *weight)]) / 1e3
     figures["fp8_8192"] = figure(bf16 / fp8, "x cuBLAS bf16", ">= 1.5")
     figures["fp8_8192_ms"] = figure(fp8, "ms", "")
+    blocks, scales = _mxfp4(8192, 8192)
+    values = fp8_quantize_tiles(mxfp4_dequantize(blocks, scales))
+    exact = torch.equal(w4a8_mm(x_MK, blocks, scales), fp8_mm(*fp8_quantize_rows(x_MK), *values))
+    check(exact, "w4a8_mm differs from the FP8 product on the weight's values")
+    # Not from a graph: each call reads its verdicts back.
+    w4a8 = median_ms(lambda: w4a8_mm(x_MK, blocks, scales))
+    figures["w4a8_8192"] = figure(bf16 / w4a8, "x cuBLAS bf16", "")
+    figures["w4a8_8192_ms"] = figure(w4a8, "ms", "")
     peers["cublas_bf16_8192"] = {"value": bf16, "unit": "ms", "version": torch.__version__}
 
 
@@ -96,7 +108,9 @@ def run(quick: bool) -> dict:
     shapes = MODEL_SHAPES[:4] if quick else MODEL_SHAPES
     self_test(shapes)
     figures["row_invariant_shapes"] = figure(len(shapes), "shapes of models", "")
-    small_rows(figures, peers, (16, 64) if quick else (1, 16, 32, 64, 128, 256, 512))
+    small_rows(figures, peers, (16, 64, 256) if quick else (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024))
+    for shape in () if quick else ((2048, 2048), (16384, 2048), (2048, 8192)):
+        small_rows(figures, peers, (64, 256), shape)
     large_rows(figures, peers)
     training(figures, peers)
     return {"figures": figures, "peers": peers, "env": environment("N=K=8192; training M8192 N=K=7168")}

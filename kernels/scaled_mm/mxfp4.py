@@ -1,9 +1,10 @@
-"""x @ W.T for a packed MXFP4 weight on Hopper: decoded in registers between memory and tensor core.
+"""x @ W.T for a packed MXFP4 weight on Hopper: which kernel serves how many rows, and the kernel of few rows.
 
-A program owns 64 rows of the weight and a block of rows of x. One warp streams packed tiles and tiles of x through a
-ring in shared memory. Two warp groups take turns along K: while one multiplies, the other decodes its next run of
-columns right into the registers from which the tensor core reads its left operand, then takes the sums over. Decoded
-weights never touch memory. Many rows are cheaper over a decoded copy, which `_unpack` writes for the dense product.
+Few rows, here, in Gluon: a program owns 64 rows of the weight and up to 64 rows of x. One warp streams packed tiles
+and tiles of x through a ring in shared memory. Two warp groups take turns along K: while one multiplies, the other
+decodes its next run of columns right into the registers from which the tensor core reads its left operand, then takes
+the sums over. Decoded weights never touch memory. Many rows, mxfp4.cu: decoded tiles go through shared memory, and
+serve 128 or 256 rows. Yet more are cheaper over a decoded copy, which `_unpack` writes for the dense product.
 
 Invariant: K is summed in ascending steps of 16 in one fp32 sum, as in dense.py, so the bits are those of the dense
 product on the decoded values.
@@ -16,6 +17,11 @@ Shape letters: M rows of x, N rows of the weight, K columns of both.
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 import triton
@@ -32,15 +38,53 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.scaled_mm.cuda import Kernel, tensor_map
 from kernels.scaled_mm.dense import library_mm
 from kernels.scaled_mm.packing import Mxfp4Weight
 
 #: Rows of x from which a decoded copy of the weight and the dense product are faster.
-DECODED_COPY_ROWS = 512
-#: Largest number of rows of x -> rows a program, buffers, tiles of 64 columns a buffer, most buffers a turn. A longer
-#: turn hides more of its decoding, and holds operands in registers that the sums of many rows need.
-PLANS = {16: (16, 8, 4, 2), 32: (32, 6, 4, 2), 64: (64, 5, 4, 2)}
-LARGEST_PLAN = (128, 5, 2, 2)
+DECODED_COPY_ROWS = 4096
+#: Rows of x a program -> microseconds of a wave of programs that fills the GPU, at K = 8192 (BENCH.md).
+WAVE_US = {16: 14.6, 32: 16.4, 64: 21.5, 128: 29.1, 256: 46.6}
+#: Rows of x a program of few rows -> buffers of the ring.
+BUFFERS = {16: 8, 32: 6, 64: 5}
+SOURCE = Path(__file__).with_name("mxfp4.cu")
+
+
+@dataclass(frozen=True)
+class ManyRows:
+    """Compile-time parameters of mxfp4.cu, which explains them."""
+
+    rows: int
+    word_slots: int
+    tile_slots: int
+    x_slots: int
+
+    @property
+    def shared_bytes(self) -> int:
+        barriers = 2 * (self.word_slots + self.tile_slots + self.x_slots)
+        words, tiles, x = self.word_slots * 2 * (2048 + 128), self.tile_slots * 2 * 8192, self.x_slots * self.rows * 128
+        return words + tiles + x + 8 * barriers
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "ROWS": self.rows, "WORD_SLOTS": self.word_slots, "TILE_SLOTS": self.tile_slots, "X_SLOTS": self.x_slots,
+        }  # fmt: skip
+
+
+#: By rows of x a program.
+MANY_ROWS = {128: ManyRows(128, 6, 5, 7), 256: ManyRows(256, 6, 4, 4)}
+
+
+def rows_a_program(rows: int, outputs: int, multiprocessors: int) -> int:
+    """The rows of x a program that need the least time: fewer make for more programs, and for more waves of them."""
+
+    def us(block: int) -> float:
+        programs = -(-outputs // 64) * -(-rows // block)
+        return -(-programs // multiprocessors) * WAVE_US[block]
+
+    return min(WAVE_US, key=us)
 
 
 def _decode_word(word: int, upper: int, lower: int, out: int) -> str:
@@ -273,6 +317,18 @@ def decoded_copy(weight: Mxfp4Weight) -> torch.Tensor:
     return w_NK
 
 
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _many_rows(block: int, device: torch.device) -> Kernel:
+    # The device is the key alone: a module belongs to the one that is current.
+    plan = MANY_ROWS[block]
+    return Kernel(SOURCE, "mxfp4_mm", plan.defines, threads=640, shared_bytes=plan.shared_bytes)
+
+
 def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight) -> torch.Tensor:
     """See `kernels.scaled_mm.mxfp4_mm`; x_MK bf16, contiguous."""
     rows, outputs = len(x_MK), weight.num_rows
@@ -281,23 +337,31 @@ def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight) -> torch.Tensor:
     y_MN = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x_MK.device)
     if rows == 0:
         return y_MN
-    block_m, buffers, tiles, longest_run = next((plan for limit, plan in PLANS.items() if rows <= limit), LARGEST_PLAN)
-    steps = weight.column_tiles // tiles
-    run = 2 if longest_run == 2 and steps % 2 == 0 else 1
-    words_layout = gl.NVMMASharedLayout.get_default_for([tiles * 16, 32], gl.int32)
-    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, tiles * 64], gl.bfloat16)
-    _decode_mm[(triton.cdiv(outputs, 64), triton.cdiv(rows, block_m))](
-        TensorDescriptor.from_tensor(weight.words, [tiles * 16, 32], words_layout),
+    block = rows_a_program(rows, outputs, _multiprocessors(x_MK.device))
+    grid = triton.cdiv(outputs, 64), triton.cdiv(rows, block)
+    if block in MANY_ROWS:
+        # As few copies of x as leave at most 15 rows to be filled with zeros.
+        sixteens = -(-rows // 16) * 16
+        box = min(block, sixteens & -sixteens)
+        tensors = (ctypes.c_void_p(t.data_ptr()) for t in (weight.words, weight.exponents, y_MN))
+        numbers = (ctypes.c_uint32(n) for n in (rows, box, outputs, weight.column_tiles // 2))
+        _many_rows(block, x_MK.device).launch(grid, (tensor_map(x_MK, box), *tensors, *numbers))
+        return y_MN
+    steps = weight.column_tiles // 4
+    _decode_mm[grid](
+        TensorDescriptor.from_tensor(weight.words, [64, 32], gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)),
         weight.exponents,
-        TensorDescriptor.from_tensor(x_MK, [block_m, tiles * 64], x_layout),
+        TensorDescriptor.from_tensor(
+            x_MK, [block, 256], gl.NVMMASharedLayout.get_default_for([block, 256], gl.bfloat16)
+        ),
         y_MN,
         rows,
         outputs,
         steps,
-        BLOCK_M=block_m,
-        BUFFERS=buffers,
-        TILES=tiles,
-        RUN=run,
+        BLOCK_M=block,
+        BUFFERS=BUFFERS[block],
+        TILES=4,
+        RUN=2 if steps % 2 == 0 else 1,
         num_warps=4,
     )
     return y_MN

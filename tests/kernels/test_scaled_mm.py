@@ -202,11 +202,70 @@ def test_exact_products_agree_bit_for_bit(shape):
     expected = row_invariant_mm(x, values)
     assert error(expected, x.double() @ values.double().T) < 3e-3
     assert torch.equal(row_invariant_mm(x, values, impl="triton"), expected)
-    for rows in (1, 5, 16, 17, 32, 33, 64, 65, 128, 129, 300, 1023, 1500):
+    for rows in (1, 5, 16, 17, 32, 33, 64, 65, 96, 128, 129, 192, 200, 256, 257, 300, 511, 512, 1023, 1500):
         first = (1500 - rows) // 2
         part = slice(first, first + rows)
         assert torch.equal(mxfp4_mm(x[part], weight), expected[part]), rows
         assert torch.equal(row_invariant_mm(x[part], values), expected[part]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(130, 320), (8192, 256), (9000, 1024)])
+def test_any_number_of_rows_and_any_program_give_the_same_bits(shape):
+    from kernels.scaled_mm.mxfp4 import decoded_copy
+
+    blocks, scales = random_mxfp4(*shape, low=113, device="cuda")
+    weight = pack_mxfp4(blocks, scales)
+    x = torch.randn(600, shape[1], device="cuda", dtype=torch.bfloat16)
+    x[300] = float("nan")  # what one row holds, others do not see
+    expected = row_invariant_mm(x, decoded_copy(weight))
+    for rows in range(1, 600, 46):
+        first = 600 - rows
+        others = torch.arange(first, 600, device="cuda") != 300
+        found = mxfp4_mm(x[first:], weight)
+        assert torch.equal(found[others], expected[first:][others]), rows
+        assert found[~others].isnan().all()
+
+
+@pytest.mark.gpu
+def test_mxfp4_product_in_a_graph():
+    blocks, scales = random_mxfp4(8192, 1024, low=113, device="cuda")
+    weight = pack_mxfp4(blocks, scales)
+    for rows in (16, 100, 200):
+        x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        mxfp4_mm(x, weight)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = mxfp4_mm(x, weight)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, mxfp4_mm(x, weight))
+
+
+def test_programs_take_as_many_rows_as_make_few_waves():
+    from kernels.scaled_mm.mxfp4 import rows_a_program
+
+    chosen = {rows: rows_a_program(rows, 8192, 132) for rows in (1, 16, 17, 32, 64, 65, 128, 129, 256, 300, 512)}
+    assert chosen == {1: 16, 16: 16, 17: 32, 32: 32, 64: 64, 65: 128, 128: 128, 129: 256, 256: 256, 300: 128, 512: 256}
+    # Few rows of the weight: more programs rather than tall ones.
+    assert [rows_a_program(64, outputs, 132) for outputs in (512, 2048, 4096)] == [16, 16, 32]
+    assert [rows_a_program(256, outputs, 132) for outputs in (512, 2048, 4096)] == [16, 64, 128]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch without NVRTC")
+def test_kernels_of_many_rows_compile_and_fit():
+    from kernels.scaled_mm.cuda import compile_source
+    from kernels.scaled_mm.mxfp4 import MANY_ROWS, SOURCE
+
+    for rows, plan in MANY_ROWS.items():
+        assert plan.rows == rows
+        assert b"mxfp4_mm" in compile_source(SOURCE, tuple(plan.defines.items()))
+        assert plan.shared_bytes <= 227 * 1024
+        # Parities of barriers tell phases apart only so (mxfp4.cu).
+        assert plan.word_slots % 3 == 0
+        assert plan.tile_slots >= 3
+    with pytest.raises(RuntimeError, match="ROWS"):
+        compile_source(SOURCE, ())
 
 
 @pytest.mark.gpu
