@@ -47,14 +47,16 @@ def _operations(figures: dict, rows: int, copy: float) -> None:
     """Each operation's time, and at many rows its share of copy bandwidth for the bytes that it must move."""
     h_ND, delta_ND, weight_D = _bf16(rows, _WIDTH), _bf16(rows, _WIDTH), torch.rand(_WIDTH, device="cuda")
     both_N2I, qkv_NX = _bf16(rows, 2 * _GATE), _bf16(rows, sum(_SIZES))
-    heads = [x.unflatten(1, (-1, _CHANNELS)) for x in qkv_NX.split(_SIZES, 1)]
-    caches = [torch.zeros(rows // 64 + 1, 64, _KV_HEADS, _CHANNELS, device="cuda", dtype=torch.bfloat16)] * 2
+    q_NHC, k_NGC, v_NGC = (x.unflatten(1, (-1, _CHANNELS)) for x in qkv_NX.split(_SIZES, 1))
+    cache_PTGC = torch.zeros(rows // 64 + 1, 64, _KV_HEADS, _CHANNELS, device="cuda", dtype=torch.bfloat16)
     rotary, slots_N = _rotary(rows), torch.arange(rows, device="cuda")
     calls = {
         "add_norm": (lambda impl=None: add_rms_norm(h_ND, delta_ND, weight_D, 1e-5, impl=impl), 8 * h_ND.numel()),
         "gate": (lambda impl=None: (silu_gate(*both_N2I.chunk(2, 1), impl=impl),), 3 * both_N2I.numel()),
         "rotate": (
-            lambda impl=None: (rotate_into_pages(*heads, rotary, None, *caches, slots_N, impl=impl),),
+            lambda impl=None: (
+                rotate_into_pages(q_NHC, k_NGC, v_NGC, rotary, None, cache_PTGC, cache_PTGC, slots_N, impl=impl),
+            ),
             4 * qkv_NX.numel(),
         ),
     }
