@@ -30,8 +30,6 @@ from kernels.quant.bits import E4M3_CARRY, E4M3_EXPONENT, e4m3, fp8_scale, scale
 from kernels.quant.turned import LAYOUT, TURNED, WARPS
 
 BLOCK = 128
-#: The library's sums over a single block of 128 read a second block's scales, whatever lies there.
-LEAST = 2 * BLOCK
 # Columns of the vocabulary whose second forms are held at a time, at most: enough for a product.
 _MAX_PART_COLUMNS = 16384
 
@@ -45,8 +43,6 @@ def part_columns(columns: int) -> int:
 def rows(x_MD: torch.Tensor) -> Fp8:
     """x in blocks of 1 x 128 along D."""
     codes, scales = fp8_quantize_rows(x_MD)
-    if scales.shape[1] == 1:
-        scales = scales.expand(-1, LEAST // BLOCK)
     return Fp8(codes, scales.t().contiguous())
 
 
@@ -88,7 +84,7 @@ def turned_gradient(dz_GV: Fp8, out_VG: Fp8) -> None:
 
 def _write_tiles(x_MD, padded_rows, out, dtype, turned):
     M, D = x_MD.shape
-    # Scales are written in fours: the library reads what fills them up, and a NaN there reaches its sums.
+    # Scales are written in fours, as the library takes them.
     grid = out.scales.shape if turned else out.scales.shape[::-1]
     _tiles[grid](
         x_MD,

@@ -61,7 +61,7 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
     heads, space = _Heads.of(h_ND, w_VD, t_NE, u_VE, plan), _Workspace.of(h_ND, t_NE, columns, plan)
     for first in range(0, N, space.slab_rows):
         rows = min(space.slab_rows, N - first)
-        padded = max(-(-rows // space.row_step) * space.row_step, fp8.LEAST if plan.fp8_gradients else 0)
+        padded = -(-rows // space.row_step) * space.row_step
         h_GD, weight_G = space.h_GD[:padded], space.weight_G[:padded]
         weight_G[:rows] = weight_N[first : first + rows]
         weight_G[rows:].zero_()
@@ -182,7 +182,7 @@ class _Workspace:
         step = _ROW_STEP
         if plan.fp8_gradients:
             # Products in FP8 waste what is missing to a multiple of 128 rows.
-            step = fp8.BLOCK if chunk_rows >= fp8.BLOCK else fp8.LEAST // per_slab
+            step = fp8.BLOCK if chunk_rows >= fp8.BLOCK else _ROW_STEP
         chunk_rows = max(min(chunk_rows, _MAX_CHUNK_ROWS) // step * step, step)
         slab_rows = chunk_rows * per_slab
         slices = -(-columns // _SLICE)
@@ -271,9 +271,8 @@ def _first(buffer: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor
 
 def _columns(plan) -> int:
     """Columns of logits and their gradient."""
-    if plan.fp8_gradients:
-        return max(-(-plan.vocab_size // fp8.BLOCK) * fp8.BLOCK, fp8.LEAST)
-    return -(-plan.vocab_size // _COLUMN_STEP) * _COLUMN_STEP
+    step = fp8.BLOCK if plan.fp8_gradients else _COLUMN_STEP
+    return -(-plan.vocab_size // step) * step
 
 
 def _values(head_VD, V, dtype, columns):

@@ -32,6 +32,7 @@ _SCALE_1X128, _SCALE_128X128 = 4, 5
 _PREFER_REDUCTION_SCHEMES, _PREFER_ALIGNMENT_FIRST = 3, 5
 _MAX_CANDIDATES = 16
 _TRIALS = 3
+_SHORT_SUM = 512
 
 
 class _Candidate(ctypes.Structure):
@@ -73,6 +74,9 @@ def multiply(a_MK: torch.Tensor | Fp8, b_KN: torch.Tensor | Fp8, out_MN: torch.T
     library has no algorithm for the shape.
     """
     plan = _plan(*_signature(a_MK, b_KN, out_MN))
+    if isinstance(a_MK, Fp8) and not accumulate and a_MK.shape[1] <= _SHORT_SUM:
+        # A short FP8 sum into a result that held NaN has come out as NaN.
+        out_MN.zero_()
     plan.run(a_MK, b_KN, out_MN, accumulate, plan.candidates[plan.chosen])
 
 

@@ -63,14 +63,14 @@ def test_a_head_without_the_whole_vocabulary_is_refused(shape):
 @pytest.mark.parametrize("precision", ["exact", "fp8_gradients", "fp8"])
 def test_the_kl_runs_in_the_precision_asked_for(precision):
     g = torch.Generator().manual_seed(0)
-    body: Any = SimpleNamespace(head_weight=torch.nn.Parameter(torch.randn(40, 16, generator=g)), precision="bf16")
-    hidden, head = torch.randn(5, 32, generator=g).bfloat16(), torch.randn(40, 32, generator=g).bfloat16()
+    body: Any = SimpleNamespace(head_weight=torch.nn.Parameter(torch.randn(140, 16, generator=g)), precision="bf16")
+    hidden, head = torch.randn(5, 32, generator=g).bfloat16(), torch.randn(140, 32, generator=g).bfloat16()
     rows = torch.arange(5)
     segment = Segment(0, rows, rows, torch.ones(5), torch.zeros(5), hidden)
     batch: Any = SimpleNamespace(segments=(segment,), frame=SimpleNamespace(denominator_tokens=10))
     h_ND = torch.randn(5, 16, generator=g).bfloat16().requires_grad_()
-    student = StudentHead(body, LossSettings(40, precision=precision))
-    student(h_ND, batch, TeacherHeads(lambda _: head, vocab_size=40, device=CPU), False)[0].backward()
+    student = StudentHead(body, LossSettings(140, precision=precision))
+    student(h_ND, batch, TeacherHeads(lambda _: head, vocab_size=140, device=CPU), False)[0].backward()
     found = h_ND.grad
     assert found is not None
     gradients = {}
