@@ -28,6 +28,7 @@ import torch
 from kernels.paged_attention import paged_attention
 from kernels.rows import rotate_into_pages
 from kernels.sampling import sample
+from ml.device import host_buffer, to_device, to_host, wait_for
 from ml.model import Rotation, Transformer
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
@@ -159,21 +160,19 @@ class Runner:
         """Keys and values of positions 0..num_positions-1 as the launched steps leave them, [M, L, G, C] on the host,
         where they come page-locked from a GPU."""
         shape = num_positions, self.k_LPTGC.shape[0], *self.k_LPTGC.shape[3:]
-        locked = self.device.type != "cpu"
-        k_MLGC, v_MLGC = (torch.empty(shape, dtype=self.k_LPTGC.dtype, pin_memory=locked) for _ in range(2))
+        k_MLGC, v_MLGC = (host_buffer(shape, self.k_LPTGC.dtype, self.device) for _ in range(2))
         for rows, slots_M in self._cache_slots(pages, num_positions):
             for cache, host_MLGC in ((self.k_LPTGC, k_MLGC), (self.v_LPTGC, v_MLGC)):
                 kept_MLGC = cache.flatten(1, 2).index_select(1, slots_M).transpose(0, 1).contiguous()
                 host_MLGC[rows].copy_(kept_MLGC, non_blocking=True)
-        if locked:
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)
         return k_MLGC, v_MLGC
 
     def write_kv(self, pages: Seq[int], k_MLGC: torch.Tensor, v_MLGC: torch.Tensor) -> None:
         """Put keys and values of positions 0..M-1 into pages. Page-locked ones are copied while the host goes on."""
         for rows, slots_M in self._cache_slots(pages, len(k_MLGC)):
             for cache, host_MLGC in ((self.k_LPTGC, k_MLGC), (self.v_LPTGC, v_MLGC)):
-                kept_MLGC = self._to_device(host_MLGC[rows])
+                kept_MLGC = to_device(host_MLGC[rows], self.device)
                 cache.flatten(1, 2).index_copy_(1, slots_M, kept_MLGC.transpose(0, 1))
 
     # --- on the device, from numbers alone: ranks that share the model all do the same
@@ -310,11 +309,7 @@ class Runner:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         """On the device in the order of launches. The array is not used again."""
-        return self._to_device(torch.from_numpy(np.ascontiguousarray(array)))
-
-    def _to_device(self, x: torch.Tensor) -> torch.Tensor:
-        """Without waiting for the device."""
-        return x if self.device.type == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
     def _cache_slots(self, pages: Seq[int], num_positions: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Blocks of the first positions, and their places in a layer's cache."""
@@ -378,18 +373,8 @@ class _PagedAttention:
 
 def _fetch(out_3R: torch.Tensor, num_results: int) -> Callable[[], np.ndarray]:
     """Start to bring results to the host; the call that it returns waits for them."""
-    if out_3R.device.type == "cpu":
-        return lambda: out_3R.numpy()
-    host_3R = torch.empty(out_3R.shape, dtype=out_3R.dtype, pin_memory=True)
-    host_3R.copy_(out_3R, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def results() -> np.ndarray:
-        arrived.synchronize()
-        return host_3R.numpy()[:, :num_results]
-
-    return results
+    arrived = to_host(out_3R)
+    return lambda: arrived().numpy()[:, :num_results]
 
 
 def _join(tensors: Seq[torch.Tensor]) -> torch.Tensor:
