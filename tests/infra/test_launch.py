@@ -274,6 +274,7 @@ _OWNER = """
 import json, signal, sys
 from pathlib import Path
 from infra.launch import RankCommand, RankProcess, run_group, stop
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it ignored
 folder = Path(sys.argv[1])
 command = RankCommand("toy_rank", folder / "work.json")
 def hear(rank, message): print(json.dumps(message), flush=True)
