@@ -72,7 +72,7 @@ def test_tables_are_read_with_a_profile_and_wrong_keys_are_named(
     with pytest.raises(StoreError, match="InvalidAccessKeyId") as caught:
         tables.read_rows(s3, "metrics", {})
     assert "secret-of-a-stranger" not in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 4
+    assert len(str(caught.value).splitlines()) == 5
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.SECRET_KEY)
     with pytest.raises(StoreError, match="NoSuchBucket"):
