@@ -174,7 +174,7 @@ def group_commands(module: str, work_path: Path, num_ranks: int, env: Mapping[st
     """The ranks of one torch.distributed group on this host; a group of one needs no rendezvous and gets none."""
     if num_ranks == 1:
         return [RankCommand(module, work_path, 0, env)]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(num_ranks)}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     return [
         RankCommand(module, work_path, rank, {**env, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(num_ranks)
@@ -224,7 +224,8 @@ def _message(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

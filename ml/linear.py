@@ -143,6 +143,10 @@ class Linear(nn.Module):
         return out_NO if bias_O is None else out_NO + bias_O
 
 
+def _with_biases(columns_NO: Sequence[torch.Tensor], linears: Sequence[Linear]) -> list[torch.Tensor]:
+    return [y if m.bias is None else y.add_(m.bias) for y, m in zip(columns_NO, linears, strict=True)]
+
+
 class JoinedLinears:
     """Linears of one input, for inference, as one product where the device gains by it; the bits of each alone.
 
@@ -153,14 +157,14 @@ class JoinedLinears:
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
         self.sizes = [len(linear.weight) for linear in linears]
-        self.weight = linears[0].weight.new_empty(sum(self.sizes), linears[0].num_inputs)
+        self.shape = sum(self.sizes), linears[0].num_inputs
+        self.weight = linears[0].weight.new_empty(self.shape)
         for linear, part_OI in zip(linears, self.weight.split(self.sizes), strict=True):
             linear.weight = nn.Parameter(part_OI.copy_(linear.weight), requires_grad=False)
 
     def __call__(self, x_NI: torch.Tensor) -> list[torch.Tensor]:
         """Each linear's [N, O], perhaps columns of one matrix."""
-        parts = row_invariant_mms(x_NI.to(self.weight.dtype), self.weight, self.sizes)
-        return [y if m.bias is None else y.add_(m.bias) for y, m in zip(parts, self.linears, strict=True)]
+        return _with_biases(row_invariant_mms(x_NI.to(self.weight.dtype), self.weight, self.sizes), self.linears)
 
 
 class JoinedPacked:
@@ -169,6 +173,7 @@ class JoinedPacked:
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
         self.sizes = [len(linear.weight) for linear in linears]
+        self.shape = sum(self.sizes), linears[0].num_inputs
         self._parts: tuple[Mxfp4Weight | None, ...] = (None,) * len(linears)
         self._whole: Mxfp4Weight | None = None
 
@@ -178,8 +183,8 @@ class JoinedPacked:
             self._join([linear.packed for linear in self.linears])
         if self._whole is None:
             return [linear(x_NI) for linear in self.linears]
-        parts = mxfp4_mm(x_NI.to(self.linears[0].compute), self._whole).split(self.sizes, 1)
-        return [y if m.bias is None else y.add_(m.bias) for y, m in zip(parts, self.linears, strict=True)]
+        whole_NO = mxfp4_mm(x_NI.to(self.linears[0].compute), self._whole)
+        return _with_biases(whole_NO.split(self.sizes, 1), self.linears)
 
     def _join(self, weights: list[Mxfp4Weight | None]) -> None:
         # Weights come one by one, after the model is made, and some may not fit a packed weight.

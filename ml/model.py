@@ -27,7 +27,7 @@ from kernels.paged_attention import paged_attention
 from kernels.rows import HeadNorms, Rotary, add_rms_norm, rms_norm, rotate, rotate_into_pages, silu_gate
 from kernels.scaled_mm import row_invariant_mm, self_test
 from ml.device import traits
-from ml.linear import Joined, JoinedLinears, Linear, Precision, dense_precision, join, weight_values
+from ml.linear import Joined, Linear, Precision, dense_precision, join, weight_values
 from ml.model_files import MXFP4_STORED
 from ml.tensor_parallel import ALONE, Group
 from schemas.errors import ConfigError, ContractError
@@ -404,11 +404,11 @@ class Transformer(nn.Module):
 
     def check_row_invariance(self) -> None:
         """Raise ContractError unless products of this model's shapes keep a row's bits in any company on its device."""
-        weights = [m.weight for m in self.modules() if isinstance(m, Linear)]
-        weights += [j.weight for m in self.modules() if isinstance(j := getattr(m, "joined", None), JoinedLinears)]
-        linears = {(w.shape[0], w.shape[1]) for w in weights}
+        shapes = {(m.weight.shape[0], m.weight.shape[1]) for m in self.modules() if isinstance(m, Linear)}
+        # Of packed weights too, whose decoded copy serves many rows.
+        shapes |= {m.joined.shape for m in self.modules() if isinstance(m, Attention | FeedForward) and m.joined}
         device = self.head_weight.device
-        self_test(sorted(linears), device=device)
+        self_test(sorted(shapes), device=device)
         self_test([(self.group.share(self.config.vocab_rows), self.config.width)], dtype=torch.float32, device=device)
 
 

@@ -10,7 +10,6 @@ Letters: N rows, O outputs of a linear.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ml.device import traits
+from ml.ranks import join_ranks
 from schemas.errors import ConfigError
 
 
@@ -67,9 +66,5 @@ ALONE = Group()
 
 def join_group(device: torch.device) -> Group:
     """The group of all ranks that RANK, WORLD_SIZE and MASTER_* name, for models on `device`."""
-    if os.environ.get("MASTER_ADDR") == "127.0.0.1":
-        # gloo would otherwise resolve the host's name, which need not lead to an interface that listens.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Ranks wait for the next command as long as rank 0 scores and uploads.
-    dist.init_process_group(traits(device).backend, timeout=timedelta(days=30))
-    return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    return Group(*join_ranks(device, timeout=timedelta(days=30)), dist.group.WORLD)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from infra.store import ObjectStore
 from ml.rollout import wal_format
 from schemas import keys
+from tasks.wal import stored_log
 
 if TYPE_CHECKING:
     from tasks.workers import Pool
@@ -42,8 +43,7 @@ class Drill:
         recovered = resumed[partition]["recovered"]
         lost = sum(max(0, count - recovered.get(i, 0)) for i, count in told["tokens"].items())
         owned = keys.partition_prefix(stage_prefix, partition)
-        log = keys.owned_object(owned, resumed[partition]["epoch"], "wal/")
-        again = sampled_again([(key, store.get(key)) for key in store.list(log)], told["tokens"])
+        again = sampled_again(stored_log(store, owned, resumed[partition]["epoch"]), told["tokens"])
         return {"acknowledged": sum(told["tokens"].values()), "lost": lost, "regenerated": again}
 
 

@@ -22,6 +22,7 @@ from tasks.random_model import STOP_ID, VOCAB_SIZE, write_random_model
 from tasks.rollout import worker_settings
 from tasks.session import Session, spark_child
 from tasks.students import Student
+from tasks.wal import local_log, stored_log
 from tasks.workers import Limits, Pool, Watcher
 
 _RUN_ID = "bench"
@@ -81,9 +82,7 @@ class Trial:
         """Segments of one worker's log: from its disk, or from the store once the partition has finished."""
         session = self._session(name)
         owned = keys.partition_prefix(self.stage(iteration), partition)
-        local = read_folder((session.scratch / "wal" / keys.wal_segment(owned, epoch, 0)).parent)
-        stored = session.store.list(keys.owned_object(owned, epoch, "wal/"))
-        return local or [(key, session.store.get(key)) for key in stored]
+        return read_folder(local_log(session.scratch / "wal", owned, epoch)) or stored_log(session.store, owned, epoch)
 
     def run(self, name: str, iteration: int = 0, watcher: Watcher | None = None) -> dict[int, Outcome]:
         """Sample all partitions under a root of their own, a worker each, whatever `watcher` does to them."""

@@ -1,4 +1,4 @@
-"""`opd wal`: what token logs say, and whether every byte of them holds. Reads, and changes nothing.
+"""Where token logs lie; and `opd wal`: what they say, and whether every byte of them holds. Changes nothing.
 
 PATH: a folder or store prefix with logs at any depth (a partition has one an epoch), or one segment
 log    = the segments of one folder, judged as a whole: each frame's CRC, seals, the chain of digests, the replay
@@ -18,6 +18,7 @@ import numpy as np
 from infra.store import ObjectStore, open_store
 from ml.rollout import wal_format as fmt
 from ml.rollout.wal_recovery import recover
+from schemas import keys
 from schemas.errors import ConfigError, FormatError
 
 _SUFFIX = ".seg"
@@ -78,6 +79,16 @@ class LogReport:
         }  # fmt: skip
 
 
+def local_log(scratch: Path, owned: str, epoch: int) -> Path:
+    """The folder of a log on the node that writes it. owned: the partition's prefix."""
+    return (scratch / keys.wal_segment(owned, epoch, 0)).parent
+
+
+def stored_log(store: ObjectStore, owned: str, epoch: int) -> list[tuple[str, bytes]]:
+    """(key, bytes) of a log's segments in the store, in order."""
+    return [(key, store.get(key)) for key in store.list(keys.owned_object(owned, epoch, "wal/"))]
+
+
 def read_logs(path: str) -> Iterator[LogReport]:
     """A report of each log under `path`, in order of their names. ConfigError where there is none; StoreError."""
     store, logs, alone = _find(path)
@@ -87,9 +98,9 @@ def read_logs(path: str) -> Iterator[LogReport]:
             found="none", next_command="opd wal show SCRATCH/RUN/wal, or DATA/runs/RUN/ITERATION/rollout",
         )  # fmt: skip
     for folder, names in logs.items():
-        keys = [f"{folder}/{name}" if folder else name for name in names]
-        where = f"{store.root}/{keys[0]}" if alone else f"{store.root}/{folder}".rstrip("/")
-        yield _report(where, [(f"{store.root}/{key}", store.get(key)) for key in keys], alone)
+        found = [f"{folder}/{name}" if folder else name for name in names]
+        where = f"{store.root}/{found[0]}" if alone else f"{store.root}/{folder}".rstrip("/")
+        yield _report(where, [(f"{store.root}/{key}", store.get(key)) for key in found], alone)
 
 
 def _find(path: str) -> tuple[ObjectStore, dict[str, list[str]], bool]:

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ import torch
 from safetensors.torch import load
 
 from infra import leases
+from infra.launch import free_port
 from infra.store import open_store
 from kernels.testing import relative_error
 from schemas import keys
@@ -75,9 +75,7 @@ class Loop:
         """Rank processes of one stage; `wait` for them."""
         path = self.folder / f"{name}.json"
         path.write_text(json.dumps(work))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         group |= {"OMP_NUM_THREADS": str(work["threads"]), "OMP_WAIT_POLICY": "PASSIVE"}
         hidden = {} if cuda else {"CUDA_VISIBLE_DEVICES": ""}

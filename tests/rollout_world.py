@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from ml.checkpoint import load_model
 from ml.model import Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
 from ml.rollout.sampling import SamplingParams
+from ml.rollout.spill import decode_kv
 
 VOCABULARY, ROWS = 61, 64
 STOP = (7, 8)
@@ -116,6 +118,55 @@ def run(one: RolloutEngine) -> dict[str, Finished]:
         out += one.step()
     assert len({f.trajectory_id for f in out}) == len(out)
     return {f.trajectory_id: f for f in out}
+
+
+@dataclass
+class Lives:
+    """Trajectories over the lives of many engines: what is finished, logged (id and two log-probabilities) and
+    spilled by now, and how often KV was restored and computed again."""
+
+    finished: dict[str, Finished] = field(default_factory=dict)
+    logged: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
+    spills: dict[str, bytes] = field(default_factory=dict)
+    num_restores: int = 0
+    num_rebuilds: int = 0
+
+    def live(
+        self,
+        one: RolloutEngine,
+        everything: list[Request],
+        r: random.Random,
+        *,
+        kv_share: float,
+        steps: tuple[int, int],
+    ) -> None:
+        """A life that ends within so many steps: goes on with what is not finished, of kv_share from spilled KV."""
+        for request in everything:
+            name = request.trajectory_id
+            if name in self.finished:
+                continue
+            tokens = self.logged.get(name, [])
+            ids, raw, sampled = (tuple(column) for column in zip(*tokens, strict=True)) if tokens else ((), (), ())
+            kv = None
+            if name in self.spills and r.random() < kv_share:
+                kv = decode_kv(self.spills[name], name, one.kv_layout, name, [*request.prompt_ids, *ids])
+            one.add(replace(request, logged_ids=ids, logged_raw=raw, logged_sampled=sampled, kv=kv))
+        for _ in range(r.randint(*steps)):
+            if one.has_work():
+                for f in one.step():
+                    self.finished[f.trajectory_id] = f
+                    self.num_restores += f.num_kv_restores
+                    self.num_rebuilds += f.num_prefill_rebuilds
+        assert isinstance(one.log, MemoryLog)
+        for name, tokens in one.log.tokens.items():
+            self.logged[name] = self.logged.get(name, []) + tokens
+
+    def spill(self, one: RolloutEngine) -> None:
+        """Keep the KV that the engine leaves."""
+        written: dict[str, bytes] = {}
+        records = one.spill(lambda name, data: written.update({name: data}) or True, math.inf)
+        assert [record.name for record in records] == list(written)
+        self.spills |= {record.trajectory_id: written[record.name] for record in records}
 
 
 def bits(finished: Finished) -> tuple:

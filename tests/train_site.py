@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
+from infra.launch import free_port
 from infra.leases import Finished, finished
 from infra.store import open_store
 from schemas import keys
@@ -69,9 +69,7 @@ class Group:
     """Ranks of one start. die_after: rank 0 kills itself once the checkpoint of that many steps is whole."""
 
     def __init__(self, work: Path, ranks: int = 1, die_after: int = 0) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         start = len(list(work.parent.glob("said-*-0")))
         group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         self._said = [work.parent / f"said-{start}-{rank}" for rank in range(ranks)]

@@ -21,8 +21,9 @@ import torch.distributed as dist
 import ml.linear
 from ml.checkpoint import load_model
 from ml.linear import COMPUTE_DTYPES
+from ml.ranks import join_ranks, leave_ranks
 from ml.train.batches import schedule
-from ml.train.engine import EngineSettings, TrainEngine, join_ranks, leave_ranks
+from ml.train.engine import EngineSettings, TrainEngine
 from ml.train.heads import TeacherHeads
 from ml.train.loader import NodeLoader, RankBatches
 from ml.train.loop import Report, train

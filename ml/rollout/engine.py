@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from ml.rollout.scheduler import Scheduler
 from ml.rollout.scheduler import Sequence as Scheduled
 from ml.rollout.spill import KvLayout, PrefillCost, Spillable, SpilledKv, SpillQueue, SpillRecord, encode_kv
 from ml.rollout.together import LeadRunner
+from ml.rollout.wal_format import prompt_digest
 from schemas.errors import ContractError
 
 
@@ -162,7 +162,7 @@ class RolloutEngine:
         """Queue a request, new or resumed. Raises ContractError when it could never run or is known already."""
         self._check_request(request)
         prompt = list(request.prompt_ids)
-        digest = hashlib.sha256(struct.pack(f"<{len(prompt)}i", *prompt)).digest()
+        digest = prompt_digest(prompt)
         trajectory = _Trajectory(
             request.trajectory_id, prompt + list(request.logged_ids), len(prompt),
             len(prompt) + request.max_response_tokens,

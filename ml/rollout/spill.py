@@ -48,10 +48,15 @@ class KvLayout:
                    model.group.ranks)  # fmt: skip
 
     @property
-    def position_bytes(self) -> int:
-        """Bytes of one position in a spill: its token id, its key and its value."""
+    def cache_bytes(self) -> int:
+        """Bytes of one position's keys and values, in all layers."""
         itemsize = {"BF16": 2, "F32": 4}[self.dtype]
-        return 4 + 2 * self.layers * self.kv_heads * self.head_channels * itemsize
+        return 2 * self.layers * self.kv_heads * self.head_channels * itemsize
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position in a spill: its token id, its keys and values."""
+        return 4 + self.cache_bytes
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ml.model import Transformer
+from ml.ranks import leave_ranks
 from ml.rollout.runner import Placed, Runner, StepRows
 from ml.tensor_parallel import Group
 
@@ -59,7 +60,7 @@ def dismiss(group: Group) -> None:
     """Rank 0, when it needs the model no more: the ranks that `follow` return, and all leave torch.distributed."""
     if group.ranks > 1:
         _send(group, None)
-        dist.destroy_process_group()
+        leave_ranks()
 
 
 def follow(model: Transformer) -> None:
@@ -85,7 +86,7 @@ def follow(model: Transformer) -> None:
             runner.place(*arguments)
         elif command == "run":
             runner.run(*arguments)
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 def _gather_heads(runner: Runner, kv: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,6 +70,11 @@ class SegmentHeader:
     previous_digest: bytes
 
 
+def prompt_digest(prompt_ids: Ints) -> bytes:
+    """SHA-256 of the ids as int32, by which an admission names its prompt."""
+    return hashlib.sha256(np.asarray(prompt_ids, "<i4").tobytes()).digest()
+
+
 @dataclass(frozen=True)
 class Admit:
     """A trajectory enters the log; the counts are those of its life before this log."""

@@ -40,20 +40,6 @@ class EngineSettings:
     zero_stage: Literal[1, 3] = 1
 
 
-def join_ranks(device: torch.device) -> tuple[int, int]:
-    """(rank, number of ranks) after joining the group that RANK, WORLD_SIZE and MASTER_* name; alone without them."""
-    backend = traits(device).backend
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if os.environ.get("MASTER_ADDR") == "127.0.0.1":
-            # gloo would otherwise resolve the host's name, which need not lead to an interface that listens.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(backend)
-    else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    return dist.get_rank(), dist.get_world_size()
-
-
 class TrainEngine:
     """Trains one module on one device. steps_done: optimizer steps of the run so far, for the warm-up."""
 
@@ -142,12 +128,6 @@ class TrainEngine:
 
     def close(self) -> None:
         self._engine.destroy()
-
-
-def leave_ranks() -> None:
-    """End the group that `join_ranks` joined: threads of gloo that outlive it can abort the process at its exit."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _initialize(module: Student, settings: EngineSettings, device: torch.device) -> Any:

@@ -12,7 +12,6 @@ finished go to the store, exit status 75. Nothing of an owner whose epoch is ove
 from __future__ import annotations
 
 import functools
-import hashlib
 import shutil
 import signal
 import sys
@@ -38,7 +37,7 @@ from ml.rollout.sampling import SamplingParams
 from ml.rollout.spill import KvLayout, SpilledKv, decode_kv
 from ml.rollout.together import dismiss
 from ml.rollout.wal import LogHeader, TokenLog
-from ml.rollout.wal_format import Spill
+from ml.rollout.wal_format import Spill, prompt_digest
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, read_folder, recover
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError
@@ -46,6 +45,7 @@ from tasks.ranks.process import Say, run_rank, say
 from tasks.ranks.rollout_results import Response, publish
 from tasks.ranks.shared_student import load_student
 from tasks.rewards import Rewarder
+from tasks.wal import local_log, stored_log
 
 _REPORT_SECONDS = 0.25
 #: How the finish record of a trajectory that was given up begins; the rest says why.
@@ -115,10 +115,6 @@ def _put_in_time(store: ObjectStore, key: str, data: bytes, deadline: float) -> 
     return not upload.is_alive()
 
 
-def local_log(scratch: Path, owned: str, epoch: int) -> Path:
-    return (scratch / keys.wal_segment(owned, epoch, 0)).parent
-
-
 def newest_log(
     store: ObjectStore, scratch: Path, owned: str, header: LogHeader, acknowledged: dict[str, Any] | None
 ) -> Recovered | None:
@@ -129,7 +125,7 @@ def newest_log(
     """
     for epoch in range(header.epoch - 1, 0, -1):
         local = read_folder(local_log(scratch, owned, epoch))
-        stored = [(key, store.get(key)) for key in store.list(keys.owned_object(owned, epoch, "wal/"))]
+        stored = stored_log(store, owned, epoch)
         copies = [recover(segments, Path(segments[0][0]).parent.as_posix()) for segments in (local, stored) if segments]
         if copies:
             log = max(copies, key=lambda copy: copy.last_sequence)
@@ -238,7 +234,7 @@ class Partition:
             trajectory_id, prompt_ids = request["trajectory_id"], request["prompt_ids"]
             if trajectory_id in given_up:
                 number = log.admit(
-                    trajectory_id, prompt_digest=_prompt_digest(prompt_ids), prompt_tokens=len(prompt_ids)
+                    trajectory_id, prompt_digest=prompt_digest(prompt_ids), prompt_tokens=len(prompt_ids)
                 )
                 response = _logged_response(logged.get(trajectory_id), given_up[trajectory_id])
                 log.append_finish(number, len(response.ids), f"{_ERROR}{response.error}")
@@ -254,7 +250,7 @@ class Partition:
         requests = {r["trajectory_id"]: r for r in self.requests}
         for t in base.trajectories if base else ():
             request = requests.get(t.trajectory_id)
-            digest = _prompt_digest(request["prompt_ids"]).hex() if request else "no request"
+            digest = prompt_digest(request["prompt_ids"]).hex() if request else "no request"
             if digest != t.admit.prompt_digest.hex():
                 raise ContractError(
                     f"{base.name if base else ''}, trajectory {t.trajectory_id}",
@@ -342,11 +338,8 @@ class Partition:
         self._report(recovered | engine.live(), {}, (), responses, now=True)
 
     def _engine_config(self) -> EngineConfig:
-        sizes, config = self.work["engine"], self.worker.model.config
-        itemsize = torch.empty(0, dtype=self.worker.model.compute).element_size()
-        page_bytes = (
-            2 * config.layers * sizes["page_tokens"] * config.kv_heads * config.head_channels * itemsize
-        )  # fmt: skip
+        sizes, digest = self.work["engine"], self.work["student"]["digest"]
+        page_bytes = KvLayout.of(self.worker.model, digest).cache_bytes * sizes["page_tokens"]
         pages = sorted(
             pages_for(len(r["prompt_ids"]) + r["max_response_tokens"], sizes["page_tokens"]) for r in self.requests
         )
@@ -358,7 +351,7 @@ class Partition:
             )  # fmt: skip
         return EngineConfig.on(
             self.worker.model.head_weight.device, max_sequences=sizes["max_sequences"],
-            page_tokens=sizes["page_tokens"], num_pages=num_pages, student_digest=self.work["student"]["digest"],
+            page_tokens=sizes["page_tokens"], num_pages=num_pages, student_digest=digest,
         )  # fmt: skip
 
     def _spill(self, log: TokenLog, engine: RolloutEngine, stopped: float) -> None:
@@ -410,10 +403,6 @@ class Partition:
             )  # fmt: skip
             self.worker.say("progress", partition=self.index, done=len(responses), total=len(self.requests),
                             unit="trajectories")  # fmt: skip
-
-
-def _prompt_digest(prompt_ids: list[int]) -> bytes:
-    return hashlib.sha256(np.array(prompt_ids, "<i4").tobytes()).digest()
 
 
 def _logged_responses(log: Recovered | None) -> dict[str, Response]:

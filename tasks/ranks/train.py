@@ -29,8 +29,9 @@ from ml.checkpoint import fp8_exact, load_model, read_head, save_model
 from ml.device import observed, rank_device, traits
 from ml.linear import COMPUTE_DTYPES
 from ml.model_files import model_digest, read_config
+from ml.ranks import join_ranks, leave_ranks
 from ml.train.batches import Frame, schedule
-from ml.train.engine import EngineSettings, TrainEngine, join_ranks, leave_ranks
+from ml.train.engine import EngineSettings, TrainEngine
 from ml.train.heads import TeacherHeads
 from ml.train.loader import NodeLoader, RankBatches
 from ml.train.loop import Report, train

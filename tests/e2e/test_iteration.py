@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from infra import tables
+from infra.launch import free_port
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark]
@@ -108,9 +108,7 @@ def output_digests(data: Path) -> dict[tuple[int, str], str]:
 def prefect_api(tmp_path_factory):
     """URL of a real Prefect server on loopback, which every command of these tests reports to."""
     folder = tmp_path_factory.mktemp("prefect")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     quiet = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
     with (
         open(folder / "server.log", "wb") as log,

@@ -10,7 +10,7 @@ import pytest
 
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED
-from tests.rollout_site import OWNED, Site
+from tests.rollout_site import OWNED, Run, Site
 from tests.tiny import tiny_model
 
 
@@ -43,6 +43,13 @@ def finish(site: Site, reference: tuple[bytes, str]) -> dict:
     return heir.said("resumed")[0]
 
 
+def preempt(worker: Run) -> None:
+    """SIGTERM in the middle of sampling."""
+    worker.until_sampling(60)
+    worker.send(signal.SIGTERM)
+    assert worker.status() == EXIT_PREEMPTED, worker.output()
+
+
 def spills(site: Site) -> list[str]:
     return site.store.list(keys.owned_object(OWNED, 1, "spill/"))
 
@@ -50,9 +57,7 @@ def spills(site: Site) -> list[str]:
 def test_what_the_grace_is_too_short_for_is_not_spilled(site, reference):
     site.work["grace_seconds"] = 6.0
     worker = site.start(spill_seconds=1.5)
-    worker.until_sampling(60)
-    worker.send(signal.SIGTERM)
-    assert worker.status() == EXIT_PREEMPTED, worker.output()
+    preempt(worker)
     count = len(spills(site))
     assert 0 < count < 5
     resumed = finish(site, reference)
@@ -64,18 +69,14 @@ def test_an_upload_that_hangs_is_given_up(site, reference):
     """`status` would wait a minute for the worker, the store ten."""
     site.work["grace_seconds"] = 3.0
     worker = site.start(spill_seconds=600.0)
-    worker.until_sampling(60)
-    worker.send(signal.SIGTERM)
-    assert worker.status() == EXIT_PREEMPTED, worker.output()
+    preempt(worker)
     assert spills(site) == []
     assert finish(site, reference)["kv_restored"] == 0
 
 
 def test_kv_that_an_earlier_spill_restores_is_not_spilled_again(site, reference):
     first = site.start()
-    first.until_sampling(60)
-    first.send(signal.SIGTERM)
-    assert first.status() == EXIT_PREEMPTED
+    preempt(first)
     before = len(spills(site))
     assert before > 0
     second = site.start()

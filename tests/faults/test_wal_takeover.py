@@ -13,7 +13,8 @@ from infra.store import ObjectStore
 from ml.rollout.wal import Disk, LogHeader, TokenLog
 from ml.rollout.wal_recovery import read_folder
 from schemas import keys
-from tasks.ranks.rollout import local_log, newest_log
+from tasks.ranks.rollout import newest_log
+from tasks.wal import local_log
 from tests.faults.wal_writer import State, Writer, state_of, token_of
 
 OWNED = "runs/run/00000/rollout/f/p00004"

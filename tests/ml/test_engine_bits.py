@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ml.rollout.engine import Finished, Request, RolloutEngine
+from ml.rollout.engine import Request, RolloutEngine
 from ml.rollout.sampling import SamplingParams
-from ml.rollout.spill import decode_kv
-from tests.rollout_world import CONFIG, KINDS, VOCABULARY, MemoryLog, alone, bits, engine, models, requests, run
+from tests.rollout_world import CONFIG, KINDS, VOCABULARY, Lives, MemoryLog, alone, bits, engine, models, requests, run
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,53 +143,29 @@ def test_interrupted_at_random_equals_uninterrupted(compute, num_threads):
         wanted = [alone(model, request) for request in everything]
         restores = rebuilds = 0
         for seed in (0, 1, 2) if num_threads == 1 else (0,):
-            finished, counts = _run_interrupted(model, everything, random.Random(seed))
-            restores, rebuilds = restores + counts[0], rebuilds + counts[1]
-            assert [bits(finished[request.trajectory_id]) for request in everything] == wanted
+            lives = _run_interrupted(model, everything, random.Random(seed))
+            restores, rebuilds = restores + lives.num_restores, rebuilds + lives.num_rebuilds
+            assert [bits(lives.finished[request.trajectory_id]) for request in everything] == wanted
         assert restores > 0
         assert rebuilds > 0 or num_threads == 2
     finally:
         torch.set_num_threads(before)
 
 
-def _run_interrupted(model, everything, r) -> tuple[dict[str, Finished], list[int]]:
-    finished: dict[str, Finished] = {}
-    logged: dict[str, list[tuple[int, float, float]]] = {}
-    spills: dict[str, bytes] = {}
-    counts = [0, 0]
-    while len(finished) < len(everything):
+def _run_interrupted(model, everything, r) -> Lives:
+    lives = Lives()
+    while len(lives.finished) < len(everything):
         config = replace(CONFIG, prefill_chunk_tokens=r.choice([1, 9, 40]), max_sequences=r.choice([2, 9]),
                          steps_in_flight=r.choice([0, 1]))  # fmt: skip
-        log = MemoryLog()
-        one = engine(model, config, log=log)
-        for request in r.sample(everything, len(everything)):
-            name = request.trajectory_id
-            if name in finished:
-                continue
-            tokens = logged.get(name, [])
-            ids, raw, sampled = (tuple(column) for column in zip(*tokens, strict=True)) if tokens else ((), (), ())
-            kv = None
-            if name in spills and r.random() < 0.7:
-                kv = decode_kv(spills[name], name, one.kv_layout, name, [*request.prompt_ids, *ids])
-            one.add(replace(request, logged_ids=ids, logged_raw=raw, logged_sampled=sampled, kv=kv))
-        for _ in range(r.randint(1, 25)):
-            if one.has_work():
-                for f in one.step():
-                    finished[f.trajectory_id] = f
-                    counts[0] += f.num_kv_restores
-                    counts[1] += f.num_prefill_rebuilds
-        for name, tokens in log.tokens.items():
-            logged[name] = logged.get(name, []) + tokens
-        assert one.live() == {n: len(logged.get(n, [])) for n in one.live()}
-        written: dict[str, bytes] = {}
-        records = one.spill(lambda name, data, to=written: to.update({name: data}) or True, math.inf)
-        assert [record.name for record in records] == list(written)
-        spills |= {record.trajectory_id: written[record.name] for record in records}
+        one = engine(model, config)
+        lives.live(one, r.sample(everything, len(everything)), r, kv_share=0.7, steps=(1, 25))
+        assert one.live() == {n: len(lives.logged.get(n, [])) for n in one.live()}
+        lives.spill(one)
         # A log whose tail was lost knows fewer tokens than the KV covers.
-        for name in list(logged):
-            if r.random() < 0.3 and name not in finished:
-                logged[name] = logged[name][: r.randint(0, len(logged[name]))]
-    return finished, counts
+        for name in list(lives.logged):
+            if r.random() < 0.3 and name not in lives.finished:
+                lives.logged[name] = lives.logged[name][: r.randint(0, len(lives.logged[name]))]
+    return lives
 
 
 def test_kv_of_an_interrupted_trajectory_equals_the_uninterrupted_ones():

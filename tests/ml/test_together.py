@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
+from infra.launch import free_port
 from ml.checkpoint import load_model
 from ml.device import rank_device
 from ml.rollout.engine import EngineConfig
@@ -24,13 +24,6 @@ from ml.rollout.together import dismiss, follow
 from ml.tensor_parallel import join_group
 from schemas.errors import ContractError
 from tests.rollout_world import CONFIG, MemoryLog, bits, engine, requests, run
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
 
 REQUESTS = [replace(r, prompt_ids=r.prompt_ids[:20], max_response_tokens=24) for r in requests(7, seed=4)]
 LONGER = [replace(r, max_response_tokens=70) for r in requests(7, seed=4)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from infra.launch import free_port
 from ml.checkpoint import load_model
 from ml.model import PackedCausal
 from schemas.errors import ContractError
@@ -87,9 +87,7 @@ def run_ranks(folder: Path, model: Path, world: World, scenarios: list[dict], ra
     """Results of rank 0."""
     spec = folder / f"spec-{ranks}"
     spec.write_bytes(pickle.dumps({"folder": model, "world": world, "vocab_size": VOCAB, "scenarios": scenarios}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
     logs = [folder / f"rank-{r}.log" for r in range(ranks)]
     processes = [

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from infra.launch import free_port
 from ml.device import rank_device
-from ml.train.engine import join_ranks, leave_ranks
+from ml.ranks import join_ranks, leave_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 GIB = 1 << 30
@@ -59,9 +59,7 @@ def copy(rank: int, port: int, answers) -> None:
 
 
 def test_tensors_arrive_whole():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     processes = [context.Process(target=copy, args=(rank, port, answers)) for rank in range(2)]
