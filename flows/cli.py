@@ -28,6 +28,14 @@ exit status: 0 done, 1 a check failed, 2 configuration, 3 format, 4 store, 5 con
 """
 
 
+#: Name -> the module that is run for it.
+_BENCHES = {
+    **dict.fromkeys(("wal", "rollout", "teacher", "train"), "ml.bench"),
+    **dict.fromkeys(("kill", "length-bias"), "tasks.bench"),
+    **dict.fromkeys(("kl", "quant", "gemm", "attention", "sampling", "step"), "kernels.bench"),
+}
+
+
 class _CommandLine(argparse.ArgumentParser):
     """argparse with errors of the family."""
 
@@ -144,8 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = command("bench", "measure; the last line is one JSON object", "Exit status 1 when a check failed.")
     bench.add_argument(
         "name",
-        choices=("wal", "rollout", "kill", "length-bias", "kl", "quant", "gemm", "attention", "sampling", "step"),
-        help="the token log, the rollout engine, workers killed or pre-empted, or a kernel (kernels need a GPU)",
+        choices=tuple(_BENCHES),
+        help="the token log, an engine (rollout, teacher, train), workers killed or pre-empted, or a kernel (kernels "
+        "need a GPU)",
     )  # fmt: skip
     bench.add_argument("--json", action="store_true", help="print the JSON line only")
     bench.add_argument("--quick", action="store_true", help="a figure within a minute")
@@ -341,8 +350,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     import subprocess
 
     # A child: figures are those of a fresh process, and this one stays free of torch.
-    kernels = dict.fromkeys(("kl", "quant", "gemm", "attention", "sampling", "step"), "kernels.bench")
-    module = ({"kill": "tasks.bench", "length-bias": "tasks.bench"} | kernels).get(arguments.name, "ml.bench")
+    module = _BENCHES[arguments.name]
     options = [f"--{name}" for name in ("json", "quick") if getattr(arguments, name)]
     options += [f"--{name}={value}" for name in ("kills", "plot") if (value := getattr(arguments, name)) is not None]
     return subprocess.call([sys.executable, "-m", module, arguments.name, *options])

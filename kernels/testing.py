@@ -99,12 +99,12 @@ def environment(shape: str) -> dict:
     return {"device": device, "cores": cores, "torch": torch.__version__, "commit": commit, "shape": shape}
 
 
-def figure(value: float | None, unit: str, target: str) -> dict:
-    """One entry of a bench's `figures`; `holds` follows from a target such as ">= 0.8", null without a value.
+def figure(value: float | None, unit: str, target: str = "", holds: bool | None = None) -> dict:
+    """One entry of a bench's `figures`; `holds` follows from a target such as ">= 0.8" or "<= 2 %", null with no value.
 
-    A target without a comparison ("", "reported") holds null.
+    holds: of a target without a comparison ("", "all").
     """
-    sign, _, bound = target.partition(" ")
-    compare = {">=": float.__ge__, "<=": float.__le__}.get(sign)
-    holds = None if value is None or compare is None else compare(float(value), float(bound))
+    compare = {">=": float.__ge__, "<=": float.__le__}.get(target[:2])
+    if compare is not None:
+        holds = None if value is None else compare(float(value), float(target.split()[1]))
     return {"value": value, "unit": unit, "target": target, "holds": holds}

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from kernels.testing import check, environment, figure
+from ml.bench_models import LLAMA_1B, SMALL, random_model
 from ml.device import forget_peak, observed, rank_device
-from ml.linear import Linear, Precision
-from ml.model import ModelConfig, Transformer
+from ml.model import Transformer
 from ml.teacher import Reading, hidden_states
-from ml.train.bench import LLAMA_1B, SMALL
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def run(quick: bool) -> dict[str, Any]:
     figures = {}
     for precision in ("bf16",) if quick else ("bf16", "mxfp4"):
         forget_peak(device)
-        model = random_teacher(shape, precision, device)
+        model = random_model(shape, precision, device)
         check_company(model, [length // scale + 1 for length in (1, 300, 64, 2300, 64)])
         for name, lengths in packs.items():
             tokens, seconds = sum(lengths), _seconds(model, lengths)
@@ -44,27 +43,6 @@ def run(quick: bool) -> dict[str, Any]:
         "peers": {},
         "env": environment(f"{shape_text}, 32768 tokens a pass, states copied to the host"),
     }
-
-
-def random_teacher(shape: dict[str, Any], precision: Precision, device: torch.device) -> Transformer:
-    config = ModelConfig.from_hf(shape, "bench")
-    model = Transformer(config, precision=precision, compute=torch.bfloat16, trainable=False, device=device)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5
-
-    with torch.no_grad():
-        linears = {m.weight for m in model.modules() if isinstance(m, Linear)}
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            elif parameter not in linears:
-                parameter.copy_(normal(*parameter.shape))
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.set_weight(normal(*module.weight.shape))
-    return model.eval()
 
 
 def check_company(model: Transformer, lengths: list[int]) -> None:

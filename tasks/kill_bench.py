@@ -8,7 +8,6 @@ acknowledged token is sampled again, counted from that worker's own log.
 
 from __future__ import annotations
 
-import os
 import platform
 import random
 import signal
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.launch import RankProcess
-from kernels.testing import check
+from kernels.testing import check, environment, figure
 from schemas.errors import EXIT_PREEMPTED
 from tasks.drill import sampled_again
 from tasks.rollout_trial import Trial
@@ -59,27 +58,22 @@ def run(quick: bool, kills: int = 200) -> dict[str, Any]:
     seconds = time.monotonic() - started
     return {
         "figures": {
-            "kills": _figure(totals.kills, "SIGKILLs", ">= 200", None if quick else totals.kills >= 200),
-            "kills_before_sampling": _figure(totals.starting, "SIGKILLs"),
-            "preemptions": _figure(totals.preemptions, "SIGTERMs"),
-            "kv_restored": _figure(totals.kv_restored, "trajectories"),
-            "prefill_rebuilt": _figure(totals.prefill_rebuilt, "trajectories"),
-            "same_bytes": _figure(trajectories, "trajectories", "all", True),
-            "acknowledged_tokens": _figure(totals.acknowledged, "tokens"),
-            "acknowledged_lost": _figure(totals.lost, "tokens", "0", totals.lost == 0),
-            "acknowledged_sampled_again": _figure(totals.again, "tokens", "0", totals.again == 0),
-            "seconds": _figure(seconds, "s"),
+            "kills": figure(totals.kills, "SIGKILLs", ">= 200") | ({"holds": None} if quick else {}),
+            "kills_before_sampling": figure(totals.starting, "SIGKILLs"),
+            "preemptions": figure(totals.preemptions, "SIGTERMs"),
+            "kv_restored": figure(totals.kv_restored, "trajectories"),
+            "prefill_rebuilt": figure(totals.prefill_rebuilt, "trajectories"),
+            "same_bytes": figure(trajectories, "trajectories", "all", True),
+            "acknowledged_tokens": figure(totals.acknowledged, "tokens"),
+            "acknowledged_lost": figure(totals.lost, "tokens", "0", totals.lost == 0),
+            "acknowledged_sampled_again": figure(totals.again, "tokens", "0", totals.again == 0),
+            "seconds": figure(seconds, "s"),
         },
         "peers": {},
-        "env": {
-            "device": "cpu", "cores": os.cpu_count(), "python": platform.python_version(),
-            "shape": f"{rounds} rounds of {sizes[0]} partitions of {sizes[1]} trajectories, at most {sizes[2]} tokens",
-        },
+        "env": environment(
+            f"{rounds} rounds of {sizes[0]} partitions of {sizes[1]} trajectories, at most {sizes[2]} tokens"
+        ) | {"python": platform.python_version()},
     }  # fmt: skip
-
-
-def _figure(value: float, unit: str, target: str = "", holds: bool | None = None) -> dict[str, Any]:
-    return {"value": value, "unit": unit, "target": target, "holds": holds}
 
 
 @dataclass

@@ -12,7 +12,6 @@ The check: ours is the undisturbed run, trajectory by trajectory. The bias of th
 
 from __future__ import annotations
 
-import os
 import platform
 import random
 import signal
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from kernels.testing import check
+from kernels.testing import check, environment, figure
 from ml.checkpoint import load_model
 from ml.rollout.engine import EngineConfig, Request, RolloutEngine
 from ml.rollout.pages import pages_for
@@ -80,32 +79,27 @@ def run(quick: bool, plot: str = "") -> dict[str, Any]:
         Path(plot).write_text(survival_svg("Lengths of responses under pre-emption", samples), encoding="utf-8")
     return {
         "figures": {
-            "ours_identical": _figure(same, f"of {len(whole)} trajectories", "all", same == len(whole)),
-            "ours_preemptions": _figure(preemptor.count, "of workers"),
-            "ours_interrupted": _figure(interrupted / len(whole), "of trajectories"),
-            "ours_ks_distance": _figure(our_d, "", "0", our_d == 0),
-            "ours_ks_p": _figure(our_p, ""),
-            "undisturbed_mean": _figure(_mean(whole), "tokens"),
-            "discarded_mean": _figure(_mean(regenerated), "tokens"),
-            "discarded_mean_bias": _figure(_mean(regenerated) / _mean(whole) - 1, "of the mean"),
-            "undisturbed_long_share": _figure(_share(whole, long), f"of responses, {long} tokens or more"),
-            "discarded_long_share": _figure(_share(regenerated, long), f"of responses, {long} tokens or more"),
-            "discarded_ks_distance": _figure(d, ""),
-            "discarded_ks_p": _figure(p, ""),
-            "discarded_prompts_dropped": _figure(1 - len(regenerated) / len(whole), "of prompts"),
-            "discarded_tokens_lost": _figure(lost / (lost + sum(regenerated)), "of sampled tokens"),
+            "ours_identical": figure(same, f"of {len(whole)} trajectories", "all", same == len(whole)),
+            "ours_preemptions": figure(preemptor.count, "of workers"),
+            "ours_interrupted": figure(interrupted / len(whole), "of trajectories"),
+            "ours_ks_distance": figure(our_d, "", "0", our_d == 0),
+            "ours_ks_p": figure(our_p, ""),
+            "undisturbed_mean": figure(_mean(whole), "tokens"),
+            "discarded_mean": figure(_mean(regenerated), "tokens"),
+            "discarded_mean_bias": figure(_mean(regenerated) / _mean(whole) - 1, "of the mean"),
+            "undisturbed_long_share": figure(_share(whole, long), f"of responses, {long} tokens or more"),
+            "discarded_long_share": figure(_share(regenerated, long), f"of responses, {long} tokens or more"),
+            "discarded_ks_distance": figure(d, ""),
+            "discarded_ks_p": figure(p, ""),
+            "discarded_prompts_dropped": figure(1 - len(regenerated) / len(whole), "of prompts"),
+            "discarded_tokens_lost": figure(lost / (lost + sum(regenerated)), "of sampled tokens"),
         },
         "peers": {},
-        "env": {
-            "device": "cpu", "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__,
-            "shape": f"{partitions} workers of {trajectories} prompts, at most {limit} tokens, {_MAX_SEQUENCES} at "
-            f"once; pre-emption every {_MEAN_SECONDS:g} s (ours) or {_MEAN_STEPS} steps; closed at {_CLOSED_AT:.0%}",
-        },
+        "env": environment(
+            f"{partitions} workers of {trajectories} prompts, at most {limit} tokens, {_MAX_SEQUENCES} at once; "
+            f"pre-emption every {_MEAN_SECONDS:g} s (ours) or {_MEAN_STEPS} steps; closed at {_CLOSED_AT:.0%}"
+        ) | {"python": platform.python_version()},
     }  # fmt: skip
-
-
-def _figure(value: float, unit: str, target: str = "", holds: bool | None = None) -> dict[str, Any]:
-    return {"value": value, "unit": unit, "target": target, "holds": holds}
 
 
 def _mean(values: list[int]) -> float:

@@ -16,19 +16,13 @@ from typing import Any
 import torch
 
 from kernels.testing import check, environment, figure
-from ml.linear import Linear, Precision
-from ml.model import ModelConfig, Transformer
+from ml.bench_models import SMOLLM2_135M, random_model
+from ml.model import Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.wal import LogHeader, TokenLog
 
-SMOLLM2 = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
-    "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-    "max_position_embeddings": 2048, "rope_theta": 100000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}  # fmt: skip
 PAGE_TOKENS = 64
 #: vLLM's CPU build 0.32.0, the same shape and batch on two cores with AVX512-bf16.
 _PEER_TOKENS_PER_S = 134.0
@@ -41,7 +35,7 @@ def run(quick: bool) -> dict[str, Any]:
 
         return run_on_gpu(quick)
     batch, prompt, new = (16, 32, 16) if quick else (64, 128, 64)
-    model = random_model(SMOLLM2, "bf16", "cpu")
+    model = random_model(SMOLLM2_135M, "bf16", "cpu")
     requests = random_requests(model, batch, prompt, new)
     with Run(model, batch, prompt + new) as together, Run(model, 1, prompt + new) as alone:
         finished = together.finish(requests)
@@ -105,22 +99,6 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self._log.abandon()
         self._folder.cleanup()
-
-
-def random_model(config_json: dict[str, Any], precision: Precision, device: torch.device | str) -> Transformer:
-    """An inference model in bf16 whose weights follow from a fixed seed."""
-    generator = torch.Generator(device).manual_seed(0)
-    model = Transformer(
-        ModelConfig.from_hf(config_json, "bench"), precision=precision, compute=torch.bfloat16, trainable=False,
-        device=device,
-    )  # fmt: skip
-    linears = {module.weight: module for module in model.modules() if isinstance(module, Linear)}
-    with torch.no_grad():
-        for parameter in list(model.parameters()):
-            mean = 1.0 if parameter.ndim == 1 else 0.0
-            values = torch.empty(parameter.shape, device=device).normal_(mean, 0.02, generator=generator)
-            linears[parameter].set_weight(values) if parameter in linears else parameter.copy_(values)
-    return model
 
 
 def random_requests(model: Transformer, count: int, prompt: int, new: int, *, prefix: str = "t") -> list[Request]:

@@ -17,17 +17,13 @@ from typing import Any
 import torch
 
 from kernels.testing import check, environment, figure
+from ml.bench_models import LLAMA_1B, SMOLLM2_135M, random_model
 from ml.model import Transformer
 from ml.rollout.engine import Finished, Request
-from ml.rollout.engine_bench import SMOLLM2, Run, random_model, random_requests, same
+from ml.rollout.engine_bench import Run, random_requests, same
 from ml.rollout.spill import SpilledKv, decode_kv
 
-LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048,
-    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 262144, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}  # fmt: skip
+LLAMA = LLAMA_1B | {"max_position_embeddings": 262144}
 PROMPT, NEW = 128, 256
 LONG = 1 << 20
 #: vLLM 0.24.0 on an H200, log-probabilities of the sampled tokens on, by requests.
@@ -254,7 +250,7 @@ def mxfp4_figures(bf16_step_ms: float) -> dict[str, Any]:
 def long_figures(tokens: int = LONG, layers: int = 6) -> dict[str, Any]:
     """A context of `tokens`: prefilled, decoded, its KV taken to the host, resumed. Layers of SmolLM2-135M's shape."""
     sizes = {"max_position_embeddings": tokens, "num_hidden_layers": layers}
-    model = random_model({**SMOLLM2, **sizes}, "bf16", "cuda")
+    model = random_model({**SMOLLM2_135M, **sizes}, "bf16", "cuda")
     (request,) = random_requests(model, 1, tokens - 64, 64)
     torch.cuda.reset_peak_memory_stats()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.testing import check
+from kernels.testing import check, environment, figure
 from ml.rollout.wal import Disk, LogHeader, TokenLog
 from ml.rollout.wal_recovery import read_folder, recover
 
@@ -127,14 +127,14 @@ def run(quick: bool) -> dict[str, Any]:
     tokens_per_s = _ROUND_STEPS * _SEQUENCES / statistics.median(seconds["in flight"])
     return {
         "figures": {
-            "durable_ratio": _figure(waiting, "x", ">= 0.8", waiting >= 0.8),
-            "durable_ratio_in_flight": _figure(in_flight, "x", "", None),
-            "steps_per_sync_in_flight": _figure(steps_per_sync, "steps", "", None),
-            "durable_tokens_per_s": _figure(tokens_per_s, "tokens/s", "", None),
-            "bytes_per_token": _figure(bytes_per_token, "bytes", "", None),
-            "handover_share_of_2ms_step": _figure(100 * share, "%", "<= 2 %", share <= 0.02),
-            "handover_1024": _figure(1e6 * handover_seconds[1024], "us", "", None),
-            "recovery_1m_tokens": _figure(recovery_seconds, "s", "<= 1 s", recovery_seconds <= 1.0),
+            "durable_ratio": figure(waiting, "x", ">= 0.8"),
+            "durable_ratio_in_flight": figure(in_flight, "x"),
+            "steps_per_sync_in_flight": figure(steps_per_sync, "steps"),
+            "durable_tokens_per_s": figure(tokens_per_s, "tokens/s"),
+            "bytes_per_token": figure(bytes_per_token, "bytes"),
+            "handover_share_of_2ms_step": figure(100 * share, "%", "<= 2 %"),
+            "handover_1024": figure(1e6 * handover_seconds[1024], "us"),
+            "recovery_1m_tokens": figure(recovery_seconds, "s", "<= 1 s"),
         },
         "peers": {
             "raw write + fdatasync": {"value": 1.0, "unit": "x", "version": "the same bytes, a growing file"},
@@ -145,16 +145,9 @@ def run(quick: bool) -> dict[str, Any]:
                 "value": _ratio(seconds["raw"], seconds["sqlite"]), "unit": "x", "version": sqlite3.sqlite_version,
             },
         },
-        "env": {
-            "device": "cpu", "cores": os.cpu_count(),
-            "shape": f"{rounds} rounds of {_ROUND_STEPS} steps of {_SEQUENCES} sequences",
-            "sync_us": 1e6 * statistics.median(seconds["raw"]) / _ROUND_STEPS,
-        },
+        "env": environment(f"{rounds} rounds of {_ROUND_STEPS} steps of {_SEQUENCES} sequences")
+        | {"device": "cpu", "sync_us": 1e6 * statistics.median(seconds["raw"]) / _ROUND_STEPS},
     }  # fmt: skip
-
-
-def _figure(value: float, unit: str, target: str, holds: bool | None) -> dict[str, Any]:
-    return {"value": value, "unit": unit, "target": target, "holds": holds}
 
 
 def _ratio(base: list[float], other: list[float]) -> float:

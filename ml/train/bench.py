@@ -15,24 +15,17 @@ from typing import Any
 import torch
 
 from kernels.testing import check, environment, figure
+from ml.bench_models import LLAMA_1B, SMALL
 from ml.device import forget_peak, observed, rank_device, traits
 from ml.linear import Precision
 from ml.model import ModelConfig, PackedCausal, Transformer
+from ml.ranks import join_ranks, leave_ranks
 from ml.train.batches import Frame
-from ml.train.engine import EngineSettings, TrainEngine, join_ranks, leave_ranks
+from ml.train.engine import EngineSettings, TrainEngine
 from ml.train.heads import TeacherHeads
 from ml.train.loader import MicroBatch, Segment
 from ml.train.loss import LossSettings, Student
 
-#: Llama 3.2 1B.
-LLAMA_1B = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048,
-    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 64, "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
-SMALL = LLAMA_1B | {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-                    "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
 #: transformers, DeepSpeed ZeRO-2 in bf16, checkpointing and Liger's chunked reverse KL, the same shape and card.
 _PEER = {"4 x 4096": 34_800.0, "1 x 16384": 27_100.0}
 _STEPS = 4

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import kernels.bench
+import ml.bench
+import tasks.bench
 from flows import cli
 
 COMMANDS = (
@@ -35,6 +38,11 @@ def test_a_mistyped_command_line_is_an_error_of_the_family(capsys, typed, found)
     assert lines[1].startswith("expected: opd")
     assert found in lines[2]
     assert lines[4].endswith(" --help")
+
+
+def test_every_bench_is_offered_under_its_module():
+    modules = {"kernels.bench": kernels.bench, "ml.bench": ml.bench, "tasks.bench": tasks.bench}
+    assert {name: module for module, found in modules.items() for name in found.BENCHES} == cli._BENCHES
 
 
 @pytest.mark.parametrize("command", COMMANDS)

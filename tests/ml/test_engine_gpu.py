@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
-from ml.rollout.engine_bench import random_model
+from ml.bench_models import random_model
+from ml.rollout.engine import EngineConfig, Request, RolloutEngine
 from ml.rollout.sampling import SamplingParams
-from ml.rollout.spill import decode_kv
-from tests.rollout_world import PLAIN, MemoryLog, bits, run
+from tests.rollout_world import PLAIN, Lives, MemoryLog, bits, run
 
 pytestmark = pytest.mark.gpu
 
@@ -104,33 +102,10 @@ def test_interrupted_equals_uninterrupted(model):
     """By spilled KV and from the log alone, again and again."""
     everything, r = requests(40, seed=4), random.Random(5)
     wanted = sampled(engine(model), everything)
-    finished: dict[str, Finished] = {}
-    logged: dict[str, list[tuple[int, float, float]]] = {}
-    spills: dict[str, bytes] = {}
-    counts = [0, 0]
-    while len(finished) < len(everything):
-        log = MemoryLog()
-        one = engine(model, log=log, prefill_chunk_tokens=r.choice([70, 8192]))
-        for request in everything:
-            name = request.trajectory_id
-            if name in finished:
-                continue
-            tokens = logged.get(name, [])
-            ids, raw, probability = tuple(zip(*tokens, strict=True)) if tokens else ((), (), ())
-            kv = None
-            if name in spills and r.random() < 0.6:
-                kv = decode_kv(spills[name], name, one.kv_layout, name, [*request.prompt_ids, *ids])
-            one.add(replace(request, logged_ids=ids, logged_raw=raw, logged_sampled=probability, kv=kv))
-        for _ in range(r.randint(5, 60)):
-            if one.has_work():
-                for f in one.step():
-                    finished[f.trajectory_id] = f
-                    counts[0] += f.num_kv_restores
-                    counts[1] += f.num_prefill_rebuilds
-        for name, tokens in log.tokens.items():
-            logged[name] = logged.get(name, []) + tokens
-        written: dict[str, bytes] = {}
-        one.spill(lambda name, data, to=written: to.update({name.removesuffix(".kv"): data}) or True, math.inf)
-        spills |= written
-    assert {i: bits(f) for i, f in finished.items()} == wanted
-    assert min(counts) > 0
+    lives = Lives()
+    while len(lives.finished) < len(everything):
+        one = engine(model, prefill_chunk_tokens=r.choice([70, 8192]))
+        lives.live(one, everything, r, kv_share=0.6, steps=(5, 60))
+        lives.spill(one)
+    assert {i: bits(f) for i, f in lives.finished.items()} == wanted
+    assert min(lives.num_restores, lives.num_rebuilds) > 0
