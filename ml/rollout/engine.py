@@ -127,7 +127,8 @@ class _Trajectory(Scheduled):
 
 
 class RolloutEngine:
-    """One engine a process. stop_ids end a response; only ids below vocab_size can be sampled.
+    """One engine a process, for one log after another. stop_ids end a response; only ids below vocab_size can be
+    sampled.
 
     Of ranks that share the model, rank 0 has the engine; the others `follow` (ml.rollout.together).
     """
@@ -142,7 +143,7 @@ class RolloutEngine:
         log: Log,
     ) -> None:
         _check_config(model, config, sampling, vocab_size)
-        self.model, self.config, self.sampling, self.log = model, config, sampling, log
+        self.model, self.config, self.sampling = model, config, sampling
         self.stop_ids, self.vocab_size = frozenset(stop_ids), vocab_size
         self.kv_layout = KvLayout.of(model, config.student_digest)
         runner = LeadRunner if model.group.ranks > 1 else Runner
@@ -150,6 +151,19 @@ class RolloutEngine:
             model, max_sequences=config.max_sequences, num_pages=config.num_pages, page_tokens=config.page_tokens,
             split_tokens=config.split_tokens, vocab_size=vocab_size, sampling=sampling, graphs=config.graphs,
         )  # fmt: skip
+        self._open(log)
+
+    def begin(self, log: Log) -> None:
+        """Forget every trajectory and go on with another log; wherever the last one was left, this is a new engine.
+
+        Weights, the memory of the cache and graphs stay on the device; what was computed there is wiped.
+        """
+        self._runner.clear()
+        self._open(log)
+
+    def _open(self, log: Log) -> None:
+        config = self.config
+        self.log = log
         self._scheduler = Scheduler(max_sequences=config.max_sequences, page_tokens=config.page_tokens,
                                     num_pages=config.num_pages, prefill_tokens=config.prefill_chunk_tokens)  # fmt: skip
         self._in_flight: deque[tuple[int, Ticket]] = deque()

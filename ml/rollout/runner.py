@@ -141,6 +141,12 @@ class Runner:
         self.tables[self.spare_slot] = self.spare_page
         self._graphs = _Graphs() if graphs else None
 
+    def clear(self) -> None:
+        """Wipe all that was computed, after the launched steps; the graphs stay."""
+        for state in (self.k_LPTGC, self.v_LPTGC, self.tables, self.keys, self.last_ids):
+            state.zero_()
+        self.tables[self.spare_slot] = self.spare_page
+
     def admit(self, admitted: Seq[Admitted], keys: Seq[int]) -> None:
         """Give sequences their slots. keys: their 64-bit sampling keys. Whole prefixes are in place afterwards."""
         self.place(Placed.of(admitted, keys))

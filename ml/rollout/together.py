@@ -34,6 +34,10 @@ class LeadRunner(Runner):
         self._tell("open", settings)
         super().__init__(model, **settings)
 
+    def clear(self) -> None:
+        self._tell("clear")
+        super().clear()
+
     def place(self, placed: Placed) -> None:
         self._tell("place", placed)
         super().place(placed)
@@ -82,6 +86,8 @@ def follow(model: Transformer) -> None:
             pages, shape, dtype = arguments
             kv = (torch.empty(shape, dtype=dtype) for _ in range(2))
             runner.write_kv(pages, *_share_heads(model.group, *kv))
+        elif command == "clear":
+            runner.clear()
         elif command == "place":
             runner.place(*arguments)
         elif command == "run":

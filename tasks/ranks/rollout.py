@@ -143,10 +143,46 @@ class Worker:
     def __init__(self, work: dict[str, Any], work_path: Path, say: Say, stop: StopSignal) -> None:
         self.work, self.work_path, self.say, self.stop = work, work_path, say, stop
         self.store, self.scratch = open_store(work["root"]), Path(work["scratch"])
+        self._engine: RolloutEngine | None = None
 
     @functools.cached_property
     def model(self) -> Transformer:
         return load_student(self.work, self.work_path)
+
+    def engine(self, log: TokenLog) -> RolloutEngine:
+        """One for all partitions, since a GPU takes seconds to capture its graphs; it begins anew with each log."""
+        if self._engine is None:
+            self._engine = RolloutEngine(
+                self.model, self._engine_config(), SamplingParams(**self.work["sampling"]), self.work["stop_ids"],
+                self.work["vocab_size"], log,
+            )  # fmt: skip
+        else:
+            self._engine.begin(log)
+        return self._engine
+
+    def _engine_config(self) -> EngineConfig:
+        """With pages for the largest partition, as far as the configuration grants them."""
+        sizes, digest = self.work["engine"], self.work["student"]["digest"]
+        page_bytes = KvLayout.of(self.model, digest).cache_bytes * sizes["page_tokens"]
+        partitions = [
+            sorted(
+                pages_for(len(r["prompt_ids"]) + r["max_response_tokens"], sizes["page_tokens"])
+                for r in entry["requests"]
+            )
+            for entry in self.work["partitions"]
+        ]
+        longest = max(pages[-1] for pages in partitions)
+        wanted = max(sum(pages[-sizes["max_sequences"] :]) for pages in partitions)
+        num_pages = min(sizes["kv_bytes"] // page_bytes, wanted)
+        if num_pages < longest:
+            raise ConfigError(
+                "rollout.kv_bytes", expected=f"{longest * page_bytes} for the longest sequence",
+                found=str(sizes["kv_bytes"]),
+            )  # fmt: skip
+        return EngineConfig.on(
+            self.model.head_weight.device, max_sequences=sizes["max_sequences"], page_tokens=sizes["page_tokens"],
+            num_pages=num_pages, student_digest=digest,
+        )  # fmt: skip
 
     def run(self) -> None:
         """Raises Preempted, or OpdError for the partition that cannot go on; those before it are finished."""
@@ -307,11 +343,7 @@ class Partition:
         self, log: TokenLog, recovered: dict[str, int], responses: dict[str, Response], resumed: dict[str, Resumed]
     ) -> None:
         """Every response there is; one group of trajectories after another, since a suspect may have to be alone."""
-        work = self.work
-        engine = RolloutEngine(
-            self.worker.model, self._engine_config(), SamplingParams(**work["sampling"]), work["stop_ids"],
-            work["vocab_size"], log,
-        )  # fmt: skip
+        engine = self.worker.engine(log)
         requests = {r["trajectory_id"]: r for r in self.requests}
         for group in self.groups:
             unfinished = {i: None for i in group if i not in responses}
@@ -336,23 +368,6 @@ class Partition:
                     raise Preempted
         log.seal()
         self._report(recovered | engine.live(), {}, (), responses, now=True)
-
-    def _engine_config(self) -> EngineConfig:
-        sizes, digest = self.work["engine"], self.work["student"]["digest"]
-        page_bytes = KvLayout.of(self.worker.model, digest).cache_bytes * sizes["page_tokens"]
-        pages = sorted(
-            pages_for(len(r["prompt_ids"]) + r["max_response_tokens"], sizes["page_tokens"]) for r in self.requests
-        )
-        num_pages = min(sizes["kv_bytes"] // page_bytes, sum(pages[-sizes["max_sequences"] :]))
-        if num_pages < pages[-1]:
-            raise ConfigError(
-                "rollout.kv_bytes", expected=f"{pages[-1] * page_bytes} for the longest sequence",
-                found=str(sizes["kv_bytes"]),
-            )  # fmt: skip
-        return EngineConfig.on(
-            self.worker.model.head_weight.device, max_sequences=sizes["max_sequences"],
-            page_tokens=sizes["page_tokens"], num_pages=num_pages, student_digest=digest,
-        )  # fmt: skip
 
     def _spill(self, log: TokenLog, engine: RolloutEngine, stopped: float) -> None:
         """Tail first, then KV while the grace lasts, then the records that make the KV findable.

@@ -11,6 +11,7 @@ import torch
 
 from ml.rollout.engine import Request, RolloutEngine
 from ml.rollout.sampling import SamplingParams
+from schemas.errors import ContractError
 from tests.rollout_world import CONFIG, KINDS, VOCABULARY, Lives, MemoryLog, alone, bits, engine, models, requests, run
 
 
@@ -166,6 +167,64 @@ def _run_interrupted(model, everything, r) -> Lives:
             if r.random() < 0.3 and name not in lives.finished:
                 lives.logged[name] = lives.logged[name][: r.randint(0, len(lives.logged[name]))]
     return lives
+
+
+def left_finished(one: RolloutEngine) -> None:
+    run(one)
+
+
+def left_in_flight(one: RolloutEngine) -> None:
+    """Some trajectories paused, two steps launched and never collected."""
+    for _ in range(25):
+        one.step()
+    assert one.has_work()
+
+
+def left_by_an_error(one: RolloutEngine) -> None:
+    """In the middle of a step, after the device computed NaN everywhere."""
+    weight = one.model.head_weight
+    kept = weight.detach().clone()
+    for _ in range(4):
+        one.step()
+    try:
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        with pytest.raises(ContractError, match="position"):
+            run(one)
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+    runner = one._runner
+    for state in (runner.k_LPTGC, runner.v_LPTGC):
+        state.fill_(float("nan"))
+    for state in (runner.tables, runner.keys, runner.last_ids):
+        state.fill_(3)
+
+
+@pytest.mark.parametrize("leave", [left_finished, left_in_flight, left_by_an_error])
+def test_an_engine_that_begins_anew_is_a_new_engine(leave):
+    """Equal names and prompts, other keys: nothing of the trajectories before can be met."""
+    model = models("llama")[2]
+    config = replace(CONFIG, max_sequences=6, num_pages=14, prefill_chunk_tokens=9, steps_in_flight=2)
+    before = [replace(r, sampling_key=r.sampling_key ^ 1, max_response_tokens=60) for r in requests(10, seed=21)]
+    everything = requests(10, seed=21)
+    wanted = [alone(model, request) for request in everything]
+    one = engine(model, config)
+    for request in before:
+        one.add(request)
+    leave(one)
+    log = MemoryLog()
+    one.begin(log)
+    assert not one.has_work()
+    assert one.live() == one.running() == {}
+    # A page's last positions are read before they are written, with weight zero, and zero times NaN is NaN.
+    assert not one._runner.k_LPTGC.any()
+    assert not one._runner.v_LPTGC.any()
+    for request in everything:
+        one.add(request)
+    finished = run(one)
+    assert [bits(finished[request.trajectory_id]) for request in everything] == wanted
+    assert {name: len(tokens) for name, tokens in log.tokens.items()} == {w[0]: len(w[1]) for w in wanted}
 
 
 def test_kv_of_an_interrupted_trajectory_equals_the_uninterrupted_ones():

@@ -45,7 +45,8 @@ def outcome(model) -> dict:
     for _ in range(30):
         done |= {f.trajectory_id: f for f in first.step()}
     first.spill(lambda name, data: spilled.update({name: data}) or True, math.inf)
-    second = engine(model, config)
+    second, again = first, MemoryLog()
+    second.begin(again)
     for request in everything:
         name = request.trajectory_id
         if name in done:
