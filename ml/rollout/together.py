@@ -61,7 +61,10 @@ class LeadRunner(Runner):
 
 
 def dismiss(group: Group) -> None:
-    """Rank 0, when it needs the model no more: the ranks that `follow` return, and all leave torch.distributed."""
+    """Rank 0, when it needs the model no more: the ranks that `follow` return, and all leave torch.distributed.
+
+    Engines must be gone by then: NCCL waits without end for captured graphs that hold its communicator.
+    """
     if group.ranks > 1:
         _send(group, None)
         leave_ranks()
@@ -92,6 +95,7 @@ def follow(model: Transformer) -> None:
             runner.place(*arguments)
         elif command == "run":
             runner.run(*arguments)
+    runner = None  # and its graphs: see `dismiss`
     leave_ranks()
 
 

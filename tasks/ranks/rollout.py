@@ -191,6 +191,7 @@ class Worker:
             for entry in self.work["partitions"]:
                 self._own(entry, rewarder)
         if "model" in vars(self):
+            self._engine = None
             dismiss(self.model.group)
 
     def _own(self, entry: dict[str, Any], rewarder: Rewarder) -> None:
