@@ -10,6 +10,13 @@ from kernels.sampling import sample
 from kernels.testing import check, copy_gb_per_s, environment, figure, graph_us
 
 _VOCABULARY = 128256
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "_t0.7": {"temperature": 0.7},
+    "_top_k50": {"top_k": 50},
+    "_top_p0.9": {"top_p": 0.9},
+    "_top_k50_p0.9": {"top_k": 50, "top_p": 0.9},
+}
 
 
 def run(quick: bool) -> dict:
@@ -21,12 +28,12 @@ def run(quick: bool) -> dict:
     copy = copy_gb_per_s()
     figures, peers = {}, {}
     peers["device_copy"] = {"value": copy, "unit": "GB/s", "version": torch.__version__}
-    _check_rows()
+    for options in _OPTIONS.values():
+        _check_rows(options)
     for rows in batches:
         inputs = _inputs(rows)
         bytes_read = inputs[0].numel() * 4
-        several: dict[str, dict[str, Any]] = {"": {}, "_t0.7": {"temperature": 0.7}, "_top_p": {"top_p": 0.9}}
-        for name, options in several.items():
+        for name, options in _OPTIONS.items():
             microseconds = graph_us([lambda i=inputs, o=options: sample(*i, **o)])
             figures[f"s{rows}{name}_us"] = figure(microseconds, "us", "")
             if not name:
@@ -53,14 +60,16 @@ def _torch_sample(logits_SV: torch.Tensor) -> torch.Tensor:
     return logprobs_SV.gather(1, ids_S1)
 
 
-def _check_rows() -> None:
+def _check_rows(options: dict[str, Any]) -> None:
     """Tokens and log-probabilities of the reference, and a row's bits in other company."""
     inputs = _inputs(96)
-    whole, reference = sample(*inputs), sample(*inputs, impl="reference")
+    whole, reference = sample(*inputs, **options), sample(*inputs, **options, impl="reference")
     same = whole[0] == reference[0]
     # The two differ in the last bits of the noise, so a near tie may fall the other way.
-    check(int(same.sum()) >= 95, "tokens differ from the reference")
-    check(float((whole[1] - reference[1])[same].abs().max()) < 1e-5, "log-probabilities differ from the reference")
+    check(int(same.sum()) >= 95, f"tokens differ from the reference: {options}")
+    # Of the distribution sampled from: a sum next to top_p may keep a token more.
+    for found, wanted, bound in zip(whole[1:], reference[1:], (1e-5, 1e-4), strict=True):
+        check(float((found - wanted)[same].abs().max()) < bound, f"log-probabilities differ: {options}")
     for count in (1, 17, 64):
-        parts = sample(*(x[:count] for x in inputs))
+        parts = sample(*(x[:count] for x in inputs), **options)
         check(all(torch.equal(a, b[:count]) for a, b in zip(parts, whole, strict=True)), f"bits of {count} rows")
