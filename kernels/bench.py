@@ -10,7 +10,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kernels.testing import CheckFailed
@@ -29,7 +29,7 @@ def main(
     arguments: list[str] | None = None,
     benches: Mapping[str, str] = BENCHES,
     prog: str = "python -m kernels.bench",
-    extra: Mapping[str, tuple[str, type, str]] = MappingProxyType({}),
+    extra: Mapping[str, tuple[str, Callable[[str], object], str]] = MappingProxyType({}),
 ) -> int:
     """benches: name -> module with `run(quick)`. extra: option -> (its bench, type, help), a keyword of that `run`."""
     parser = argparse.ArgumentParser(prog=prog, description="Measure; the last line is one JSON object.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from kernels.bench import main
@@ -12,6 +13,20 @@ BENCHES = {
     "teacher": "ml.teacher_bench",
     "train": "ml.train.bench",
 }
+#: Of ml.rollout.engine_bench_gpu, which only a GPU machine should have to import.
+ROLLOUT_PARTS = ("decode", "prefill", "staggered", "log", "mxfp4", "bits", "resume", "million")
+
+
+def parts(text: str) -> tuple[str, ...]:
+    """Names of ROLLOUT_PARTS, with commas between them. Raises ArgumentTypeError for another name."""
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in ROLLOUT_PARTS:
+            raise argparse.ArgumentTypeError(f"no part {name!r}; there are {', '.join(ROLLOUT_PARTS)}")
+    return names
+
+
+OPTIONS = {"parts": ("rollout", parts, f"on a GPU: of {','.join(ROLLOUT_PARTS)} only these")}
 
 if __name__ == "__main__":
-    sys.exit(main(None, BENCHES, "python -m ml.bench"))
+    sys.exit(main(None, BENCHES, "python -m ml.bench", OPTIONS))

@@ -22,18 +22,22 @@ from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.wal import LogHeader, TokenLog
+from schemas.errors import ContractError
 
 PAGE_TOKENS = 64
 #: vLLM's CPU build 0.32.0, the same shape and batch on two cores with AVX512-bf16.
 _PEER_TOKENS_PER_S = 134.0
 
 
-def run(quick: bool) -> dict[str, Any]:
-    """Raises CheckFailed when company changes a trajectory."""
+def run(quick: bool, parts: Sequence[str] = ()) -> dict[str, Any]:
+    """parts: of a GPU's figures, by name. Raises CheckFailed when company changes a trajectory, ContractError for parts
+    without a GPU."""
     if torch.cuda.is_available():
         from ml.rollout.engine_bench_gpu import run as run_on_gpu
 
-        return run_on_gpu(quick)
+        return run_on_gpu(quick, parts)
+    if parts:
+        raise ContractError("bench rollout, --parts", expected="a GPU, whose figures have parts", found="a CPU alone")
     batch, prompt, new = (16, 32, 16) if quick else (64, 128, 64)
     model = random_model(SMOLLM2_135M, "bf16", "cpu")
     requests = random_requests(model, batch, prompt, new)

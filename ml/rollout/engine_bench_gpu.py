@@ -1,16 +1,18 @@
 """Figures of the rollout engine on one GPU, with its log on: a random Llama of 1.24 B parameters, bf16.
 
 Checks: trajectories are the same bit for bit in any company, replayed from graphs or not, and resumed from their log
-or with their KV.
+or with their KV. What each part measured goes to stderr as it ends, so that a run that is cut off keeps its figures.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,25 +27,42 @@ from ml.rollout.spill import SpilledKv, decode_kv
 
 LLAMA = LLAMA_1B | {"max_position_embeddings": 262144}
 PROMPT, NEW = 128, 256
-LONG = 1 << 20
 #: vLLM 0.24.0 on an H200, log-probabilities of the sampled tokens on, by requests.
 _PEERS = {64: 12.8e3, 256: 27.2e3, 1024: 27.9e3}
 _TARGETS = {64: 30e3, 256: 70e3, 1024: 90e3}
 
 
-def run(quick: bool) -> dict[str, Any]:
-    """Raises CheckFailed when company, graphs or a resumption change a trajectory."""
-    model = random_model(LLAMA, "bf16", "cuda")
+@functools.cache
+def _llama() -> Transformer:
+    return random_model(LLAMA, "bf16", "cuda")
+
+
+#: In their order; ml.bench offers the names.
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "decode": lambda: decode_figures(_llama(), 64) | decode_figures(_llama(), 256) | decode_figures(_llama(), 1024),
+    "prefill": lambda: prefill_figures(_llama()),
+    "staggered": lambda: staggered_figures(_llama()),
+    "log": lambda: log_figures(_llama()),
+    "mxfp4": lambda: mxfp4_figures(_llama()),
+    "bits": lambda: bits_figures(_llama()),
+    "resume": lambda: resume_figures(_llama(), 32768) | resume_figures(_llama(), 131072),
+    "million": lambda: million_figures(),
+}
+
+
+def run(quick: bool, parts: Sequence[str] = ()) -> dict[str, Any]:
+    """parts: names of PARTS; none stands for all. Raises CheckFailed when company, graphs or a resumption change a
+    trajectory."""
     figures: dict[str, Any] = {}
-    for count in (64,) if quick else (64, 256, 1024):
-        figures |= decode_figures(model, count)
-    if not quick:
-        figures |= staggered_figures(model) | log_figures(model) | bits_figures(model) | prefill_figures(model)
-        figures |= resume_figures(model, 32768) | resume_figures(model, 131072)
-        figures |= mxfp4_figures(figures["decode_step_ms_64"]["value"])
-        del model
-        torch.cuda.empty_cache()
-        figures |= long_figures()
+    if quick:
+        figures = decode_figures(_llama(), 64)
+    else:
+        chosen = parts or tuple(PARTS)
+        for number, name in enumerate(chosen, 1):
+            seconds, found = _timed(PARTS[name])
+            figures |= found
+            values = ", ".join(f"{key} {entry['value']:.4g} {entry['unit']}" for key, entry in found.items())
+            print(f"{number}/{len(chosen)} {name}, {seconds:.0f} s: {values}", file=sys.stderr, flush=True)
     return {
         "figures": figures,
         "peers": {
@@ -51,8 +70,7 @@ def run(quick: bool) -> dict[str, Any]:
             for n, rate in _PEERS.items()
         },
         "env": environment(
-            f"random Llama 1.24 B, bf16, prompt {PROMPT} + {NEW} new, log on; "
-            "a million tokens: 6 layers of SmolLM2-135M's shape"
+            f"random Llama 1.24 B, bf16, prompt {PROMPT} + {NEW} new, log on; a million tokens: SmolLM2-135M's shape"
         ),
     }
 
@@ -237,22 +255,23 @@ def _seconds_to_next_token(model: Transformer, part: Request, whole: Finished) -
     return seconds
 
 
-def mxfp4_figures(bf16_step_ms: float) -> dict[str, Any]:
-    """The same decode with MXFP4 weights in the linears."""
-    model = random_model(LLAMA, "mxfp4", "cuda")
-    step_ms = decode_figures(model, 64)["decode_step_ms_64"]["value"]
+def mxfp4_figures(bf16: Transformer) -> dict[str, Any]:
+    """The same decode with MXFP4 weights in the linears, and with bf16 ones."""
+    bf16_ms = decode_figures(bf16, 64)["decode_step_ms_64"]["value"]
+    packed_ms = decode_figures(random_model(LLAMA, "mxfp4", "cuda"), 64)["decode_step_ms_64"]["value"]
     return {
-        "mxfp4_decode_step_ms_64": figure(step_ms, "ms", ""),
-        "mxfp4_speedup_64": figure(bf16_step_ms / step_ms, "x", ">= 1"),
+        "mxfp4_decode_step_ms_64": figure(packed_ms, "ms", ""),
+        "mxfp4_speedup_64": figure(bf16_ms / packed_ms, "x", ">= 1"),
     }
 
 
-def long_figures(tokens: int = LONG, layers: int = 6) -> dict[str, Any]:
-    """A context of `tokens`: prefilled, decoded, its KV taken to the host, resumed. Layers of SmolLM2-135M's shape."""
+def million_figures(tokens: int = 1 << 20, layers: int = 30) -> dict[str, Any]:
+    """A context of `tokens`: prefilled, decoded, its KV taken to the host, resumed. SmolLM2-135M's shape."""
     sizes = {"max_position_embeddings": tokens, "num_hidden_layers": layers}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     model = random_model({**SMOLLM2_135M, **sizes}, "bf16", "cuda")
     (request,) = random_requests(model, 1, tokens - 64, 64)
-    torch.cuda.reset_peak_memory_stats()
 
     def until(run: Run, count: int) -> None:
         while run.engine.live()["t0"] < count:
@@ -262,19 +281,23 @@ def long_figures(tokens: int = LONG, layers: int = 6) -> dict[str, Any]:
         run.engine.log = tape = _Tape()
         run.add([request])
         prefill_s, _ = _timed(lambda: until(run, 1))
+        _say("million", prefill_s=prefill_s)
         until(run, 8)
         decode_s, _ = _timed(lambda: until(run, 40))
-        peak = torch.cuda.max_memory_allocated()
+        until(run, 60)
+        peak = torch.cuda.max_memory_allocated() - before
         spill_s, kept = _timed(lambda: run.engine.kept_kv("t0"))
-    ids, raw, sampled = zip(*tape.tokens, strict=True)
-    positions = tokens - 64 + len(ids) - 1
-    kv = SpilledKv(kept.k_MLGC[:positions], kept.v_MLGC[:positions])
+        _say("million", decode_ms=decode_s / 32 * 1e3, kv_to_host_s=spill_s)
+    del run
+    ids, raw, sampled = zip(*tape.tokens[:40], strict=True)
+    kv = SpilledKv(kept.k_MLGC[: tokens - 64 + 39], kept.v_MLGC[: tokens - 64 + 39])
     part = replace(request, logged_ids=ids, logged_raw=raw, logged_sampled=sampled, kv=kv)
     with Run(model, 1, tokens) as run:
         run.add([part])
-        resume_s, _ = _timed(lambda: until(run, len(ids) + 1))
+        resume_s, _ = _timed(lambda: until(run, 41))
         finished = run.finish()["t0"]
-    check(len(finished.response_ids) == 64, "a resumed context of a million tokens goes on to its end")
+    resumed = [*zip(finished.response_ids, finished.logprobs_raw, finished.logprobs_sampled, strict=True)]
+    check(len(resumed) == 64 and resumed[:60] == tape.tokens[:60], "a resumed context of a million tokens goes on")
     return {
         "million_prefill_s": figure(prefill_s, "s", ""),
         "million_decode_ms_a_token": figure(decode_s / 32 * 1e3, "ms", ""),
@@ -283,3 +306,8 @@ def long_figures(tokens: int = LONG, layers: int = 6) -> dict[str, Any]:
         "million_kv_to_host_s": figure(spill_s, "s", ""),
         "million_resume_s": figure(resume_s, "s", ""),
     }
+
+
+def _say(name: str, **values: float) -> None:
+    """Tell stderr what a long part has measured so far."""
+    print(f"{name}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}", file=sys.stderr, flush=True)
