@@ -16,7 +16,7 @@ import contextlib
 import errno
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,7 @@ from typing import Protocol
 from schemas.errors import ConfigError, StoreError
 
 _TMP = ".tmp"
+Data = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,14 @@ class ObjectStore(Protocol):
         """Exactly `length` bytes from `start`; a range that passes the object's end is a StoreError."""
         ...
 
-    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
-        """Write or replace the object: readers see the old one or the new one, never a mixture."""
+    def put(self, key: str, data: Data | Sequence[Data]) -> None:
+        """Write or replace the object: readers see the old one or the new one, never a mixture.
+
+        data: its bytes, or parts that follow one another, which need not be joined first.
+        """
         ...
 
-    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> bool:
+    def put_if_absent(self, key: str, data: Data) -> bool:
         """Create the object; False, with nothing changed, if the key already has one."""
         ...
 
@@ -137,14 +141,14 @@ class LocalStore:
             )
         return data
 
-    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+    def put(self, key: str, data: Data | Sequence[Data]) -> None:
         path = self._path(key)
         with self._explained(key), self._written(data) as tmp:
             self._make_folder(path.parent)
             os.replace(tmp, path)
             _fsync_folder(path.parent)
 
-    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> bool:
+    def put_if_absent(self, key: str, data: Data) -> bool:
         path = self._path(key)
         with self._explained(key):
             if path.is_file():
@@ -221,16 +225,17 @@ class LocalStore:
             _fsync_folder(folder.parent)
 
     @contextlib.contextmanager
-    def _written(self, data: bytes | bytearray | memoryview) -> Iterator[Path]:
+    def _written(self, data: Data | Sequence[Data]) -> Iterator[Path]:
         """A file outside every listing that durably holds `data`; gone when the block ends, however it ends."""
         folder = self._root / _TMP
         self._make_folder(folder)
         tmp = folder / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
             with open(tmp, "xb", buffering=0) as file:
-                rest = memoryview(data).cast("B")
-                while rest:
-                    rest = rest[file.write(rest) :]
+                for part in [data] if isinstance(data, Data) else data:
+                    rest = memoryview(part).cast("B")
+                    while rest:
+                        rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
             yield tmp
         finally:

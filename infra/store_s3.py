@@ -18,7 +18,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import botocore.exceptions as aws
@@ -26,7 +26,7 @@ from boto3.session import Session
 from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
-from infra.store import ObjectInfo, check_key, s3_endpoint
+from infra.store import Data, ObjectInfo, check_key, s3_endpoint
 from schemas.errors import ConfigError, FormatError, OpdError, StoreError
 from schemas.keys import digest_bytes
 
@@ -107,11 +107,11 @@ class S3Store:
             return b""
         return bytes(self._read(key, start, length)[0])
 
-    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+    def put(self, key: str, data: Data | Sequence[Data]) -> None:
         arguments = self._object(key, data)
         self._retrying(key, lambda: self._client().put_object(**arguments))
 
-    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> bool:
+    def put_if_absent(self, key: str, data: Data) -> bool:
         arguments = self._object(key, data)
         try:
             self._retrying(key, lambda: self._client().put_object(**arguments, IfNoneMatch="*"))
@@ -165,8 +165,8 @@ class S3Store:
                 self._client_of = (os.getpid(), client)
             return self._client_of[1]
 
-    def _object(self, key: str, data: bytes | bytearray | memoryview) -> dict[str, Any]:
-        body = bytes(data)
+    def _object(self, key: str, data: Data | Sequence[Data]) -> dict[str, Any]:
+        body = bytes(data) if isinstance(data, Data) else b"".join(data)
         metadata = {"opd-sha256": digest_bytes(body), "opd-write": uuid.uuid4().hex}
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key), "Body": body, "Metadata": metadata}
 

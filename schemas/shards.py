@@ -55,6 +55,13 @@ class TensorSpec:
 
 def encode(tensors: Mapping[str, tuple[str, np.ndarray]], metadata: Mapping[str, str] | None = None) -> bytes:
     """Whole shard. tensors: name -> (dtype name, C-contiguous array of the carrier type, first axis = rows)."""
+    return b"".join(encode_parts(tensors, metadata))
+
+
+def encode_parts(
+    tensors: Mapping[str, tuple[str, np.ndarray]], metadata: Mapping[str, str] | None = None
+) -> list[memoryview]:
+    """The shard that `encode` makes, in parts that follow one another; tensors are not copied."""
     header: dict[str, object] = {}
     if metadata:
         header["__metadata__"] = dict(sorted(metadata.items()))
@@ -63,14 +70,13 @@ def encode(tensors: Mapping[str, tuple[str, np.ndarray]], metadata: Mapping[str,
     for name, (dtype, array) in tensors.items():
         if array.dtype != _CARRIER[dtype]:
             raise TypeError(f"{name}: {dtype} travels as {_CARRIER[dtype].__name__}, not {array.dtype}")
-        # Not copied but by the join: spilled KV comes in gigabytes.
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + len(data)]}
         chunks.append(data)
         offset += len(data)
     text = json.dumps(header, separators=(",", ":")).encode()
     padded = -(8 + len(text)) % ALIGN_BYTES + len(text)
-    return struct.pack("<Q", padded) + text.ljust(padded) + b"".join(chunks)
+    return [memoryview(struct.pack("<Q", padded) + text.ljust(padded)), *chunks]
 
 
 def decode_header(head: bytes, where: str) -> dict[str, TensorSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import struct
@@ -164,8 +165,10 @@ class Lives:
     def spill(self, one: RolloutEngine) -> None:
         """Keep the KV that the engine leaves."""
         written: dict[str, bytes] = {}
-        records = one.spill(lambda name, data: written.update({name: data}) or True, math.inf)
-        assert [record.name for record in records] == list(written)
+        records = one.spill(lambda name, parts: written.update({name: b"".join(parts)}) or True, math.inf)
+        assert {record.name: record.digest for record in records} == {
+            name: hashlib.sha256(data).hexdigest() for name, data in written.items()
+        }
         self.spills |= {record.trajectory_id: written[record.name] for record in records}
 
 

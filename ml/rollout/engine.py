@@ -13,9 +13,7 @@ it was paused, spilled, or rebuilt from the log.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +28,16 @@ from ml.rollout.runner import Runner, Ticket
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.scheduler import Scheduler
 from ml.rollout.scheduler import Sequence as Scheduled
-from ml.rollout.spill import KvLayout, PrefillCost, Spillable, SpilledKv, SpillQueue, SpillRecord, encode_kv
+from ml.rollout.spill import (
+    KvLayout,
+    PrefillCost,
+    Spillable,
+    SpilledKv,
+    SpillQueue,
+    SpillRecord,
+    encode_kv,
+    write_spills,
+)
 from ml.rollout.together import LeadRunner
 from ml.rollout.wal_format import prompt_digest
 from schemas.errors import ContractError
@@ -238,10 +245,11 @@ class RolloutEngine:
         """Positions in the cache of each trajectory there, the oldest first: that one goes on with every step."""
         return {sequence.trajectory_id: sequence.num_kept for sequence in self._scheduler.running}
 
-    def spill(self, write: Callable[[str, bytes], bool], deadline: float) -> list[SpillRecord]:
+    def spill(self, write: Callable[[str, list[memoryview]], bool], deadline: float) -> list[SpillRecord]:
         """Write KV of unfinished trajectories until `deadline` (time.monotonic()), in the order of SpillQueue.
 
-        write(name, bytes) stores one object; False: it is too late. The engine must not step during or after this.
+        write(name, parts) stores one object of these bytes, on several threads at once; False: it is too late. The
+        engine must not step during or after this.
         """
         self._drop_in_flight()
         kept = {t.trajectory_id: t.kv.positions if t.kv else t.num_kept for t in self._unfinished.values()}
@@ -250,19 +258,11 @@ class RolloutEngine:
             Spillable(i, kept[i], t.stored_positions, kept[i] * position_bytes) for i, t in self._unfinished.items()
         ]
         queue = SpillQueue(candidates, PrefillCost.of(self.model.config), deadline)
-        records = []
-        while (chosen := queue.next()) is not None:
-            started = time.monotonic()
-            trajectory = self._unfinished[chosen.trajectory_id]
-            kv = self.kept_kv(trajectory.trajectory_id)
-            data = encode_kv(kv, self.kv_layout, trajectory.trajectory_id, trajectory.tokens)
-            name = f"{trajectory.trajectory_id}.kv"
-            if not write(name, data):
-                break
-            queue.wrote(len(data), time.monotonic() - started)
-            digest = hashlib.sha256(data).hexdigest()
-            records.append(SpillRecord(trajectory.trajectory_id, name, kv.positions, len(data), digest))
-        return records
+
+        def encode(trajectory_id: str, kv: SpilledKv) -> list[memoryview]:
+            return encode_kv(kv, self.kv_layout, trajectory_id, self._unfinished[trajectory_id].tokens)
+
+        return write_spills(queue, self.kept_kv, encode, write)
 
     # --- the parts of a step
 

@@ -178,7 +178,9 @@ def bits_figures(model: Transformer) -> dict[str, Any]:
         run.add(requests)
         while run.engine.live()["t0"] < 20:
             run.step()
-        run.engine.spill(lambda name, data: spills.update({name.removesuffix(".kv"): data}) or True, math.inf)
+        run.engine.spill(
+            lambda name, parts: spills.update({name.removesuffix(".kv"): b"".join(parts)}) or True, math.inf
+        )
         layout = run.engine.kv_layout
     compared = 0
     for count in (1, 2, 3, 15, 16, 17, 64, 100, 129, 256):
@@ -209,7 +211,7 @@ def resume_figures(model: Transformer, prompt: int) -> dict[str, Any]:
     """Time to the next token of a trajectory with its KV in page-locked host memory, and from its log alone; time to
     write that KV as an object and to read it again."""
     (request,) = random_requests(model, 1, prompt, 16)
-    objects: list[bytes] = []
+    objects: list[list[memoryview]] = []
     with Run(model, 1, prompt + 16) as run:
         whole = run.finish([request])["t0"]
     part = _logged(request, whole, 8)
@@ -220,10 +222,11 @@ def resume_figures(model: Transformer, prompt: int) -> dict[str, Any]:
         run.engine.kept_kv("t0")  # memory is page-locked once
         copy_s, kept = _timed(lambda: run.engine.kept_kv("t0"))
         kv = SpilledKv(kept.k_MLGC[: prompt + 7], kept.v_MLGC[: prompt + 7])
-        write_s, _ = _timed(lambda: run.engine.spill(lambda name, data: objects.append(data) or True, math.inf))
+        write_s, _ = _timed(lambda: run.engine.spill(lambda name, parts: objects.append(parts) or True, math.inf))
         layout = run.engine.kv_layout
     ids = [*part.prompt_ids, *part.logged_ids]
-    read_s, read = _timed(lambda: decode_kv(objects[0], "", layout, "t0", ids))
+    data = b"".join(objects[0])
+    read_s, read = _timed(lambda: decode_kv(data, "", layout, "t0", ids))
     check(torch.equal(read.k_MLGC, kv.k_MLGC) and torch.equal(read.v_MLGC, kv.v_MLGC), "KV survives its object")
     by_kv = _seconds_to_next_token(model, replace(part, kv=kv), whole)
     by_prefill = _seconds_to_next_token(model, part, whole)

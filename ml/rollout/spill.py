@@ -11,9 +11,12 @@ Letters: M positions kept, L layers, G KV heads, C channels.
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +27,10 @@ from schemas import shards
 from schemas.errors import ContractError, FormatError
 
 FORMAT = "opd-kv-1"
+#: Spills on their way at once. A digest keeps up with a fast disk, but one connection to S3 with a tenth of that.
+WRITERS = 8
+#: Bytes of KV that are on their way at once, unless one spill alone has more: they lie in page-locked memory.
+_RUNNING_BYTES = 4 << 30
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
@@ -113,9 +120,12 @@ class Spillable:
 class SpillQueue:
     """What to write next before `deadline` (of `clock`, seconds): what saves the most prefill a byte.
 
-    What an earlier spill would restore is not saved again, so KV that has not grown since is not written. Nothing is
-    started that the time left is not enough for at the rate of the largest write so far, in which the store's latency
-    weighs least; the smallest goes first, while no rate is known. Ties go by trajectory_id.
+    What an earlier spill would restore is not saved again, so KV that has not grown since is not written. Up to
+    WRITERS are on their way at once. Nothing is started that the time left is not enough for at the rate of the
+    largest write so far, in which the store's latency weighs least; nor when it is not enough for all that would be on
+    its way, at the rate that the store then had for all: that write's bytes over its share of the seconds, of which n
+    writes at once have an n-th each. The smallest goes first and alone, while no rate is known. Ties go by
+    trajectory_id.
     """
 
     def __init__(
@@ -130,29 +140,121 @@ class SpillQueue:
             (c for c in saved if saved[c] > 0), key=lambda c: (-saved[c] / c.size_bytes, c.trajectory_id)
         )
         self._deadline, self._clock = deadline, clock
-        self._largest_bytes, self._bytes_per_s = 0, 0.0
+        self._running: dict[Spillable, float] = {}  # and `_shared` when it started
+        self._shared, self._ticked = 0.0, clock()  # seconds that each of the running has had by then
+        self._largest_bytes, self._bytes_per_s, self._all_bytes_per_s = 0, 0.0, 0.0
 
     def next(self) -> Spillable | None:
-        """None when nothing is left that the time is enough for."""
-        seconds = self._deadline - self._clock()
-        if seconds <= 0 or not self._left:
+        """None when nothing is left that the time is enough for, or should start before another has ended."""
+        seconds = self._deadline - self._tick()
+        if seconds <= 0 or not self._left or len(self._running) == WRITERS:
             return None
         if self._largest_bytes:
-            chosen = next((c for c in self._left if c.size_bytes <= self._bytes_per_s * seconds), None)
+            chosen = next((c for c in self._left if self._fits(c, seconds)), None)
+        elif self._running:
+            return None
         else:
             chosen = min(self._left, key=lambda c: (c.size_bytes, c.trajectory_id))
         if chosen is not None:
             self._left.remove(chosen)
+            self._running[chosen] = self._shared
         return chosen
 
-    def wrote(self, size_bytes: int, seconds: float) -> None:
+    def _fits(self, candidate: Spillable, seconds: float) -> bool:
+        running_bytes = candidate.size_bytes + sum(c.size_bytes for c in self._running)
+        return (
+            candidate.size_bytes <= self._bytes_per_s * seconds
+            and running_bytes <= self._all_bytes_per_s * seconds
+            and (not self._running or running_bytes <= _RUNNING_BYTES)
+        )
+
+    def wrote(self, chosen: Spillable, seconds: float) -> None:
         """How long one write took, with the reading of the KV and its encoding."""
-        if size_bytes >= self._largest_bytes:
-            self._largest_bytes, self._bytes_per_s = size_bytes, size_bytes / max(seconds, 1e-9)
+        self._tick()
+        share = self._shared - self._running.pop(chosen)
+        if chosen.size_bytes >= self._largest_bytes:
+            self._largest_bytes = chosen.size_bytes
+            self._bytes_per_s = chosen.size_bytes / max(seconds, 1e-9)
+            self._all_bytes_per_s = chosen.size_bytes / max(share, 1e-9)
+
+    def _tick(self) -> float:
+        now = self._clock()
+        if self._running:
+            self._shared += (now - self._ticked) / len(self._running)
+        self._ticked = now
+        return now
 
 
-def encode_kv(kv: SpilledKv, layout: KvLayout, trajectory_id: str, token_ids: Sequence[int]) -> bytes:
-    """token_ids: of the whole sequence so far; those of the kept positions are stored."""
+def write_spills(
+    queue: SpillQueue,
+    read: Callable[[str], SpilledKv],
+    encode: Callable[[str, SpilledKv], list[memoryview]],
+    write: Callable[[str, list[memoryview]], bool],
+) -> list[SpillRecord]:
+    """What `queue` yields, up to WRITERS at once, until a write is too late; records in the order of their starts.
+
+    read: KV of a trajectory, on the calling thread. encode(trajectory_id, kv), write(name, parts of one object), which
+    returns False when it is too late: on threads of their own. Raises what they raise.
+    """
+    started: list[Future[tuple[SpillRecord | None, float]]] = []
+    running: dict[Future[tuple[SpillRecord | None, float]], Spillable] = {}
+    in_time = True
+    with ThreadPoolExecutor(WRITERS, "spill") as writers:
+        while True:
+            while in_time and (chosen := queue.next()) is not None:
+                clock = time.monotonic()
+                kv = read(chosen.trajectory_id)
+                future = writers.submit(_write_spill, chosen.trajectory_id, kv, encode, write, clock)
+                started.append(future)
+                running[future] = chosen
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                record, seconds = future.result()
+                queue.wrote(running.pop(future), seconds)
+                in_time = in_time and record is not None
+    return [record for record, _ in (future.result() for future in started) if record is not None]
+
+
+def _write_spill(
+    trajectory_id: str,
+    kv: SpilledKv,
+    encode: Callable[[str, SpilledKv], list[memoryview]],
+    write: Callable[[str, list[memoryview]], bool],
+    started: float,
+) -> tuple[SpillRecord | None, float]:
+    """The record, None when it is too late, and the seconds since `started`."""
+    parts = encode(trajectory_id, kv)
+    digest = _Digest(parts)
+    name = f"{trajectory_id}.kv"
+    record = None
+    if write(name, parts):
+        record = SpillRecord(trajectory_id, name, kv.positions, sum(len(part) for part in parts), digest.hex())
+    return record, time.monotonic() - started
+
+
+class _Digest:
+    """SHA-256 of parts, computed beside their upload; where that is given up it ends with the process, as that does."""
+
+    def __init__(self, parts: list[memoryview]) -> None:
+        self._sha256 = hashlib.sha256()
+        self._thread = threading.Thread(target=self._update, args=(parts,), name="spill digest", daemon=True)
+        self._thread.start()
+
+    def _update(self, parts: list[memoryview]) -> None:
+        for part in parts:
+            self._sha256.update(part)
+
+    def hex(self) -> str:
+        self._thread.join()
+        return self._sha256.hexdigest()
+
+
+def encode_kv(kv: SpilledKv, layout: KvLayout, trajectory_id: str, token_ids: Sequence[int]) -> list[memoryview]:
+    """Parts of one object; keys and values, which may be gigabytes, are not copied.
+
+    token_ids: of the whole sequence so far; those of the kept positions are stored.
+    """
     tensors = {
         "ids": ("I32", np.array(token_ids[: kv.positions], np.int32)),
         "k": (layout.dtype, _to_numpy(kv.k_MLGC)),
@@ -161,7 +263,7 @@ def encode_kv(kv: SpilledKv, layout: KvLayout, trajectory_id: str, token_ids: Se
     crcs = {f"crc_{name}": str(_crc(array)) for name, (_, array) in tensors.items()}
     identity = {"format": FORMAT, "trajectory_id": trajectory_id, "student_digest": layout.student_digest,
                 "ranks": str(layout.ranks)}  # fmt: skip
-    return shards.encode(tensors, identity | crcs)
+    return shards.encode_parts(tensors, identity | crcs)
 
 
 def decode_kv(data: bytes, where: str, layout: KvLayout, trajectory_id: str, token_ids: Sequence[int]) -> SpilledKv:

@@ -94,7 +94,7 @@ class Resumed:
         return self.kv is None and len(self.logged.ids) > 0
 
 
-def _put_in_time(store: ObjectStore, key: str, data: bytes, deadline: float) -> bool:
+def _put_in_time(store: ObjectStore, key: str, parts: list[memoryview], deadline: float) -> bool:
     """False when the object was not whole in the store by `deadline` (time.monotonic()); the upload is then given up.
 
     It ends with the process, and leaves no object or one that no record names.
@@ -103,7 +103,7 @@ def _put_in_time(store: ObjectStore, key: str, data: bytes, deadline: float) -> 
 
     def put() -> None:
         try:
-            store.put(key, data)
+            store.put(key, parts)
         except Exception as error:
             failure.append(error)
 
@@ -384,8 +384,8 @@ class Partition:
         def key(name: str) -> str:
             return keys.owned_object(self.lease.owned, self.lease.epoch, f"spill/{name}")
 
-        def write(name: str, data: bytes) -> bool:
-            return _put_in_time(self.store, key(name), data, deadline)
+        def write(name: str, parts: list[memoryview]) -> bool:
+            return _put_in_time(self.store, key(name), parts, deadline)
 
         for record in engine.spill(write, deadline):
             spill = Spill(record.positions, record.size_bytes, bytes.fromhex(record.digest), key(record.name))

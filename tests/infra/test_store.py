@@ -54,6 +54,13 @@ def test_put_replaces_and_put_if_absent_does_not(store: ObjectStore):
     assert store.get("new/k") == b"four"
 
 
+def test_parts_become_one_object(store: ObjectStore):
+    store.put("k", [memoryview(b"one,"), b"", bytearray(b"two,"), memoryview(bytes(3)).cast("B")])
+    assert store.get("k") == b"one,two,\0\0\0"
+    store.put("k", [])
+    assert store.get("k") == b""
+
+
 def test_identical_bytes_do_not_make_a_second_winner(store: ObjectStore):
     assert store.put_if_absent("same", b"same")
     assert not store.put_if_absent("same", b"same")

@@ -235,7 +235,7 @@ def test_kv_of_an_interrupted_trajectory_equals_the_uninterrupted_ones():
     def stop_after(one: RolloutEngine, tokens: int, into: dict[str, bytes]) -> tuple:
         while one.live()["t5"] < tokens:
             assert not one.step()
-        one.spill(lambda name, data: into.update({name: data}) or True, math.inf)
+        one.spill(lambda name, parts: into.update({name: b"".join(parts)}) or True, math.inf)
         log = one.log
         assert isinstance(log, MemoryLog)
         return tuple(zip(*log.tokens["t5"], strict=True))

@@ -44,7 +44,7 @@ def outcome(model) -> dict:
     done = {}
     for _ in range(30):
         done |= {f.trajectory_id: f for f in first.step()}
-    first.spill(lambda name, data: spilled.update({name: data}) or True, math.inf)
+    first.spill(lambda name, parts: spilled.update({name: b"".join(parts)}) or True, math.inf)
     second, again = first, MemoryLog()
     second.begin(again)
     for request in everything:
