@@ -20,13 +20,12 @@ def mxfp4_round(x_NK: torch.Tensor) -> torch.Tensor:
     amax = x_NKB.abs().amax(2, keepdim=True)
     # 6 is 1.5 * 2^2: the ratio's exponent is amax's less 2, and one more where amax's mantissa is above 1.5.
     exponent = ((amax.view(torch.int32) + 0x3FFFFF) >> 23).sub_(2).clamp_(min=_SMALLEST_EXPONENT)
-    scale = (exponent << 23).view(torch.float32)
+    scale = (exponent << 23).view(torch.float32).masked_fill_(~amax.isfinite(), float("nan"))
     inverse = ((_LARGEST_EXPONENT - exponent) << 23).view(torch.float32)
     scaled = x_NKB * inverse
     # The grid's step is half of the value's power of two, and 1/2 below 2. Adding and subtracting 1.5 * 2^23 steps
     # rounds to a multiple of the step, ties to even, which for this grid are the even codes.
     power = (scaled.view(torch.int32) & _EXPONENT_BITS).clamp_(min=_ONE).view(torch.float32)
     steps = power.mul_(1.5 * 2.0**22)
-    rounded = scaled.add_(steps).sub_(steps).mul_(scale).copysign_(x_NKB)
-    rounded.masked_fill_(~amax.isfinite(), float("nan"))
+    rounded = scaled.add_(steps).sub_(steps).copysign_(x_NKB).mul_(scale)
     return rounded.reshape(N, K).to(x_NK.dtype)
