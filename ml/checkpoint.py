@@ -150,8 +150,18 @@ def fp8_exact(folder: Path) -> dict[str, bool]:
     for name, tensor, where, is_linear in _outline_tensors(Path(folder)):
         if is_linear:
             _check_columns(tensor, where)
-            exact[name] = bool(mxfp4_to_fp8(*mxfp4_quantize(tensor.float()))[2].all())
+            exact[name] = _fp8_holds(tensor.float())
     return exact
+
+
+def _fp8_holds(w_OI: torch.Tensor) -> bool:
+    # Blocks' largest values within 14 binades have scales within 15, from the largest's to 2^-14 of it: FP8 holds such
+    # tiles. Nearly every matrix is settled so, in a tenth of the time that codes and their decoding take on a CPU.
+    largest = w_OI.reshape(-1, MXFP4_COLUMNS).abs().amax(1)
+    exponents = torch.frexp(largest[largest > 0])[1]
+    if len(exponents) == 0 or int(exponents.max() - exponents.min()) <= 13:
+        return True
+    return bool(mxfp4_to_fp8(*mxfp4_quantize(w_OI))[2].all())
 
 
 def _mxfp4_tensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:

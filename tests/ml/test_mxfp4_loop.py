@@ -5,8 +5,10 @@ Codes are checked against ml_dtypes' own E2M1 and E8M0, gradients against float6
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +68,14 @@ def oracle_values(w: np.ndarray) -> np.ndarray:
             codes = (block / scale).astype(ml_dtypes.float4_e2m1fn)
             out[row, first : first + 32] = codes.astype(np.float64) * scale
     return out
+
+
+def fp8_holds(w: np.ndarray) -> bool:
+    """Whether E4M3 holds a matrix's MXFP4 values: less than 128 x 128, one tile, scaled to an amax of at most 448."""
+    values = oracle_values(w)
+    scale = 2.0 ** np.ceil(np.log2(np.abs(values).max() / 448))
+    rounded = (values / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    return bool(np.array_equal(rounded, values))
 
 
 def is_linear(name: str) -> bool:
@@ -178,17 +188,23 @@ def test_columns_that_blocks_do_not_fill_are_refused_by_name(tmp_path, trainable
 def test_fp8_verdicts_name_the_linear_whose_blocks_lie_too_far_apart(source, tmp_path):
     found = fp8_exact(source)
     assert sorted(found) == sorted(n for n in master_of(source) if is_linear(n))
-    want = {}
-    for name, w in master_of(source).items():
-        if is_linear(name):  # fewer than 128 x 128: one tile, whose scale brings its amax to at most 448
-            values = oracle_values(w.numpy())
-            scale = 2.0 ** np.ceil(np.log2(np.abs(values).max() / 448))
-            rounded = (values / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
-            want[name] = bool(np.array_equal(rounded, values))
-    assert found == want
+    assert found == {name: fp8_holds(w.numpy()) for name, w in master_of(source).items() if is_linear(name)}
     assert [n for n, exact in found.items() if not exact] == ["model.layers.0.mlp.down_proj.weight"]
     export_mxfp4(tmp_path / "packed", source)
     assert fp8_exact(tmp_path / "packed") == found
+
+
+@pytest.mark.parametrize("binades", range(11, 18))
+def test_fp8_verdicts_hold_at_the_edge_of_what_fp8_holds(source, tmp_path, binades):
+    """One linear gets blocks that many binades apart, at every place of the largest value between powers of two."""
+    shutil.copytree(source, tmp_path / "m")
+    tensors, name = load_file(source / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    for far, near in itertools.product((1.0, 1.5, 1.5000001, 1.99), repeat=2):
+        tensors[name][:] = torch.linspace(-far, far, tensors[name].shape[1])
+        tensors[name][:, 0] = far
+        tensors[name][:, 32:64] = torch.linspace(-near, near, 32) * 2.0**-binades
+        save_file(tensors, tmp_path / "m" / "model.safetensors")
+        assert fp8_exact(tmp_path / "m")[name] == fp8_holds(tensors[name].numpy()), (far, near)
 
 
 def test_the_gradient_is_that_of_the_plain_linear_at_the_quantised_weight():
