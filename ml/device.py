@@ -20,7 +20,9 @@ class Traits:
     """What differs by kind of device.
 
     backend: of torch.distributed; vectors on the host always go through gloo. overlap: whether DeepSpeed reduces
-    gradients beside the backward pass. chunk_bytes: logits of one chunk of the KL, unless the configuration says.
+    gradients beside the backward pass. bucket_elements: gradients that ZeRO-1 reduces at once and where they lie, None
+    for DeepSpeed's choice, a buffer for all of them. chunk_bytes: logits of one chunk of the KL, unless the
+    configuration says.
     compute_dtypes: those that the kernels take. head_dtype: in which inference keeps embedding and head, None for the
     model's compute dtype. packs_mxfp4: whether a product reads MXFP4 codes themselves. split_tokens: where the
     sampler cuts a sequence's keys, in absolute positions; the cuts decide bits.
@@ -30,6 +32,7 @@ class Traits:
 
     backend: str
     overlap: bool
+    bucket_elements: int | None
     chunk_bytes: int
     compute_dtypes: frozenset[torch.dtype]
     head_dtype: torch.dtype | None
@@ -43,6 +46,8 @@ class Traits:
 _CPU = Traits(
     backend="gloo",
     overlap=False,
+    # The buffer would be new at every step, and its pages cost more than the update.
+    bucket_elements=4_000_000,
     chunk_bytes=256 << 20,
     compute_dtypes=frozenset({torch.float32, torch.bfloat16}),
     # Logits are products of fp32 operands there: keeping the head so saves a conversion a call.
@@ -56,6 +61,7 @@ _CPU = Traits(
 _CUDA = Traits(
     backend="cpu:gloo,cuda:nccl",
     overlap=True,
+    bucket_elements=None,
     # Fewer tokens a chunk read and write the head's gradient too often (kernels/BENCH.md).
     chunk_bytes=1 << 30,
     compute_dtypes=frozenset({torch.bfloat16}),

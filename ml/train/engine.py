@@ -149,6 +149,9 @@ def _initialize(module: Student, settings: EngineSettings, device: torch.device)
     # DeepSpeed overlaps unmanaged accumulation only where gradients are partitioned.
     overlap = traits(device).overlap and settings.zero_stage == 3
     zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": overlap}
+    bucket_elements = traits(device).bucket_elements
+    if bucket_elements is not None and settings.zero_stage == 1:
+        zero |= {"reduce_bucket_size": bucket_elements, "contiguous_gradients": False}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
