@@ -140,7 +140,7 @@ def check_log(spark: SparkSession, *, root: str, key: str) -> str:
 
 
 class SparkChild:
-    """Client of one Spark process, started by its first call. Calls from several threads run one after another.
+    """Client of one Spark process, started by `start` or the first call. Calls of several threads run one by one.
 
     root: data root; settings: fields of schemas.config.Spark; log_path: where child and JVM print.
 
@@ -163,8 +163,15 @@ class SparkChild:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None before the first call and after close."""
+        """Process id of the child; None before the first start or call and after close."""
         return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the child and return at once: it opens its session beside what the caller does before the first call,
+        which also reports why it could not."""
+        with self._lock:
+            if self._process is None:
+                self._start()
 
     def call(self, function: str, **kwargs: Any) -> Any:
         """Result of `function` ("module:name") called in the child as function(spark, **kwargs).
@@ -279,6 +286,8 @@ def _serve(answer_fd: int, root: str, settings: Spark) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     spark: SparkSession | None = None
+    with contextlib.suppress(Exception):  # the first request meets it again, and answers with it
+        spark = session(root, settings)
     with os.fdopen(answer_fd, "wb") as answers:
         while True:
             arrived.acquire()

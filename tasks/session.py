@@ -31,6 +31,8 @@ from tasks.prompts import read_prompts
 #: on_progress(stage, done, total, unit); total may grow.
 Progress = Callable[[str, int, int, str], None]
 RUN_LEASE_DEAD_AFTER_SECONDS = 20.0
+#: Folders of a run's scratch: local token logs; checkpoints in the middle of a plan.
+LOGS, TRAINING = "wal", "train"
 
 
 def silent(_stage: str, _done: int, _total: int, _unit: str) -> None:
@@ -39,7 +41,7 @@ def silent(_stage: str, _done: int, _total: int, _unit: str) -> None:
 
 @dataclass(eq=False)
 class Session:
-    """What every stage is given. `spark` starts at its first call.
+    """What every stage is given. `spark` starts with a new run, else at its first call: a finished run needs none.
 
     target: (iteration, stage) that may be executed, all others must be finished; None: any may. trained: result of
     the newest train stage, from which the next iteration's student comes; None before the first.
@@ -126,6 +128,7 @@ def _check_record(session: Session, from_iteration: int | None) -> None:
     newest = newest_record(session.store, session.run_id)
     if newest is None:
         session.store.put_if_absent(keys.run_record(session.run_id, 1), keys.canonical_json(record))
+        session.spark.start()  # everything is still to be made: its JVM starts beside Prefect's server
         return
     number, old = newest
     compared = ("config", "models", "prompt_files")
