@@ -141,13 +141,17 @@ def _parser() -> argparse.ArgumentParser:
         )  # fmt: skip
         sub.add_argument("--json", action="store_true", help="one JSON object a log")
     upkeep = command(
-        "upkeep", "delete the token logs and spilled KV of finished rollout partitions",
-        "Rows, shards and manifests stay, and nothing that an unfinished or live run needs is touched. Also goes: "
-        "unfinished writes of killed processes (older than a day), old epochs of table leases. Logs explain strange "
-        "trajectories, so nothing is deleted unless this command or the deployment `upkeep` is run.",
+        "upkeep", "delete the token logs, spilled KV and leftovers of finished partitions",
+        "Rows, shards and manifests stay, and nothing that an unfinished or live run needs is touched. Also go: what "
+        "superseded workers wrote and no manifest names; local files of finished partitions and unfinished writes of "
+        "killed processes (both older than a day); old epochs of table leases. Logs explain strange trajectories, so "
+        "nothing is deleted unless this command or the deployment `upkeep` is run.",
     )  # fmt: skip
     upkeep.add_argument("run_ids", metavar="RUN", nargs="*", help="without it: every run")
     upkeep.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    upkeep.add_argument(
+        "--scratch", default="scratch", metavar="FOLDER", help="this node's local folder of runs (default: scratch)"
+    )
     rooted(upkeep)
     bench = command("bench", "measure; the last line is one JSON object", "Exit status 1 when a check failed.")
     bench.add_argument(
@@ -338,9 +342,12 @@ def _wal(arguments: argparse.Namespace) -> int:
 
 
 def _upkeep(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
     from tasks.upkeep import upkeep
 
-    for line in upkeep(arguments.data, arguments.run_ids or None, dry_run=arguments.dry_run):
+    scratch = Path(arguments.scratch)
+    for line in upkeep(arguments.data, arguments.run_ids or None, scratch=scratch, dry_run=arguments.dry_run):
         of_run = f" of {line.run_id}" if line.run_id else ""
         verb = "would go" if arguments.dry_run else "deleted"
         print(f"{verb}: {line.num_objects:>8,} {line.what}{of_run}, {line.num_bytes:,} bytes")

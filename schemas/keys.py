@@ -115,6 +115,11 @@ def owned_object(owned: str, epoch_number: int, name: str) -> str:
     return f"{owned}/e{epoch_number:06d}/{name}"
 
 
+def local_name(owned: str) -> str:
+    """Name of a local folder for what is owned: 16 hexadecimal digits."""
+    return digest(owned)[:16]
+
+
 def wal_segment(owned: str, epoch_number: int, segment: int) -> str:
     return owned_object(owned, epoch_number, f"wal/{segment:06d}.seg")
 

@@ -20,7 +20,7 @@ from schemas.rows import TRAJECTORIES, content_digest
 from tasks.models import model_digest
 from tasks.random_model import STOP_ID, VOCAB_SIZE, write_random_model
 from tasks.rollout import worker_settings
-from tasks.session import Session, spark_child
+from tasks.session import LOGS, Session, spark_child
 from tasks.students import Student
 from tasks.wal import local_log, stored_log
 from tasks.workers import Limits, Pool, Watcher
@@ -82,7 +82,7 @@ class Trial:
         """Segments of one worker's log: from its disk, or from the store once the partition has finished."""
         session = self._session(name)
         owned = keys.partition_prefix(self.stage(iteration), partition)
-        return read_folder(local_log(session.scratch / "wal", owned, epoch)) or stored_log(session.store, owned, epoch)
+        return read_folder(local_log(session.scratch / LOGS, owned, epoch)) or stored_log(session.store, owned, epoch)
 
     def run(self, name: str, iteration: int = 0, watcher: Watcher | None = None) -> dict[int, Outcome]:
         """Sample all partitions under a root of their own, a worker each, whatever `watcher` does to them."""

@@ -12,7 +12,7 @@ from typing import Any
 from schemas import keys
 from schemas.rows import CHECKPOINTS
 from tasks.models import resolve_model
-from tasks.session import Session, read_table
+from tasks.session import TRAINING, Session, read_table
 from tasks.stage import Stage, StageResult, run_stage
 from tasks.students import Student
 from tasks.text import Tokenizer
@@ -85,8 +85,8 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
             "page_tokens": config.rollout.page_tokens,
             "train": config.train.model_dump(),
             "threads": config.train.threads or max(1, (os.cpu_count() or 1) // config.train.ranks),
-            "scratch": str(session.scratch / "train"),
-            "out_folder": str(session.scratch / "train" / f"{iteration:05d}"),
+            "scratch": str(session.scratch / TRAINING),
+            "out_folder": str(session.scratch / TRAINING / f"{iteration:05d}"),
             "dead_after_seconds": config.train.dead_after_seconds,
         }
         run_group(

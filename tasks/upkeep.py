@@ -1,35 +1,44 @@
 """`opd upkeep`: delete what only an interrupted run could have needed, once it is finished.
 
     token log and spilled KV of a partition   when its manifest and its stage's manifest stand; all of its epochs
+    other objects of a partition              then too: those of superseded owners, which its manifest does not name
+    a partition's folders on this node        then too, and nothing in them was written for a day
     unfinished writes of killed processes     in a local store, older than a day by the file system's own clock
     epochs of a table's lease                 all but the newest _KEPT_EPOCHS
 
 Nothing that a stage, `opd verify` or `opd show` reads is touched: rows, shards and manifests stay. It may run at any
 time, beside live runs and beside itself, and be killed at any point: what is left of a log is a log, and the next
-call goes on. Logs are what explains a strange trajectory, so nothing is deleted unless asked for.
+call goes on. A superseded owner that is still alive loses nothing but what nobody will read; what it writes later the
+next call finds. Logs are what explains a strange trajectory, so nothing is deleted unless asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.leases import Finished
 from infra.store import ObjectStore, abandoned_writes, open_store
 from schemas import keys
 from schemas.errors import ContractError
 from schemas.rows import TABLES
 from tasks.manifests import read_partition, read_stage
+from tasks.session import LOGS, TRAINING
 
 STALE_SECONDS = 86_400.0
 # A committer that was paused for as long as this many commits finds its lease gone, and Delta refuses it as well:
 # the epoch is the version of its transaction (infra.tables).
 _KEPT_EPOCHS = 64
 
-_ROLLOUT_OBJECT = re.compile(r"(?P<prefix>runs/[^/]+/\d{5}/rollout/[^/]+)/(?P<rest>.+)")
-_PARTITION_OBJECT = re.compile(r"p(?P<partition>\d{5})/e\d{6}/(?P<kind>wal|spill)/[^/]+")
+_PARTITION_OBJECT = re.compile(
+    r"(?P<prefix>runs/[^/]+/\d{5}/[^/]+/[^/]+)/p(?P<partition>\d{5})/e(?P<epoch>\d{6})/(?P<name>.+)"
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,13 @@ class Collected:
     num_bytes: int
 
 
-def upkeep(root: str, run_ids: Sequence[str] | None = None, *, dry_run: bool = False) -> list[Collected]:
-    """One line a run and kind. run_ids: None for all. Raises ContractError for a run that does not exist."""
+def upkeep(
+    root: str, run_ids: Sequence[str] | None = None, *, scratch: Path | None = None, dry_run: bool = False
+) -> list[Collected]:
+    """One line a run and kind. run_ids: None for all. scratch: this node's local folder of runs; None leaves it alone.
+
+    Raises ContractError for a run that does not exist.
+    """
     store = open_store(root)
     known = sorted({key.split("/")[1] for key in store.list("runs/")})
     for run_id in run_ids or ():
@@ -51,43 +65,98 @@ def upkeep(root: str, run_ids: Sequence[str] | None = None, *, dry_run: bool = F
             raise ContractError(f"run {run_id} in {root}", expected="a run", found=f"none; runs are {known}",
                                 safe="everything", next_command="opd show")  # fmt: skip
     collected = [line for run_id in known if run_ids is None or run_id in run_ids
-                 for line in _logs(store, run_id, dry_run)]  # fmt: skip
+                 for line in _partitions(store, run_id, scratch, dry_run)]  # fmt: skip
     leases_of_tables = [key for table in TABLES for key in _old_epochs(store, keys.table_lease(table))]
     collected.append(_delete(store, "epochs of table leases", None, leases_of_tables, dry_run))
     collected.append(_unlink(abandoned_writes(store, STALE_SECONDS), dry_run))
     return collected
 
 
-def _logs(store: ObjectStore, run_id: str, dry_run: bool) -> list[Collected]:
-    stages: dict[str, dict[tuple[int, str], list[str]]] = {}
+class _Finished:
+    """Partitions that both manifests, the stage's and their own, call finished at the same epoch; read once."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._epochs: dict[str, dict[str, int]] = {}
+        self._found: dict[tuple[str, int], Finished | None] = {}
+
+    def get(self, prefix: str, partition: int) -> Finished | None:
+        if prefix not in self._epochs:
+            key = keys.stage_manifest(prefix)
+            self._epochs[prefix] = read_stage(self._store, key)["partitions"] if self._store.head(key) else {}
+        epoch = self._epochs[prefix].get(str(partition))
+        if epoch is None:
+            return None
+        if (prefix, partition) not in self._found:
+            self._found[prefix, partition] = read_partition(self._store, prefix, partition)
+        found = self._found[prefix, partition]
+        return found if found is not None and found.epoch == epoch else None
+
+
+def _partitions(store: ObjectStore, run_id: str, scratch: Path | None, dry_run: bool) -> list[Collected]:
+    owned: dict[tuple[str, int], list[tuple[int, str, str]]] = {}
     for key in store.list(keys.run_prefix(run_id) + "/"):
-        place = _ROLLOUT_OBJECT.fullmatch(key)
-        found = place and _PARTITION_OBJECT.fullmatch(place["rest"])
-        if place and found:
-            partitions = stages.setdefault(place["prefix"], {})
-            partitions.setdefault((int(found["partition"]), found["kind"]), []).append(key)
+        if place := _PARTITION_OBJECT.fullmatch(key):
+            partition = place["prefix"], int(place["partition"])
+            owned.setdefault(partition, []).append((int(place["epoch"]), place["name"], key))
+    finished = _Finished(store)
     segments: list[str] = []
     spills: list[str] = []
-    for prefix, partitions in stages.items():
-        finished = _finished(store, prefix, {partition for partition, _ in partitions})
-        for (partition, kind), found in partitions.items():
-            if partition in finished:
-                # The newest segment first: what a crash leaves is the beginning of a log, and so a whole one.
-                (segments if kind == "wal" else spills).extend(sorted(found, reverse=True))
-    return [
+    superseded: list[str] = []
+    for (prefix, partition), objects in owned.items():
+        only_results = not any(name.startswith(("wal/", "spill/")) for _, name, _ in objects)
+        if only_results and len({epoch for epoch, _, _ in objects}) == 1:
+            continue
+        found = finished.get(prefix, partition)
+        if found is None:
+            continue
+        named = {found.manifest["rows_key"], *(entry["key"] for entry in found.manifest["objects"])}
+        # The newest segment first: what a crash leaves is the beginning of a log, and so a whole one.
+        for epoch, name, key in sorted(objects, reverse=True):
+            if name.startswith("wal/"):
+                segments.append(key)
+            elif name.startswith("spill/"):
+                spills.append(key)
+            elif epoch != found.epoch - 1 and key not in named:
+                superseded.append(key)
+    collected = [
         _delete(store, "segments of token logs", run_id, segments, dry_run),
         _delete(store, "spilled KV", run_id, spills, dry_run),
+        _delete(store, "objects of superseded owners", run_id, superseded, dry_run),
     ]
+    if scratch is not None:
+        stages = sorted({prefix for prefix, _ in owned})
+        folders = _stale(scratch / run_id, _local_folders(scratch / run_id, stages, finished))
+        collected.append(_remove(run_id, folders, dry_run))
+    return collected
 
 
-def _finished(store: ObjectStore, prefix: str, partitions: Iterable[int]) -> set[int]:
-    """Partitions that both manifests, the stage's and their own, call finished at the same epoch."""
-    key = keys.stage_manifest(prefix)
-    if store.head(key) is None:
-        return set()
-    epochs = read_stage(store, key)["partitions"]
-    done = {partition: read_partition(store, prefix, partition) for partition in partitions}
-    return {p for p, finished in done.items() if finished is not None and epochs.get(str(p)) == finished.epoch}
+def _local_folders(local: Path, stages: Iterable[str], finished: _Finished) -> list[Path]:
+    """What workers of finished partitions left on this node: local logs, checkpoints in the middle of a plan."""
+    found = []
+    for folder in sorted((local / LOGS).glob("runs/*/*/rollout/*/p*")):
+        prefix, _, partition = folder.relative_to(local / LOGS).as_posix().rpartition("/p")
+        if partition.isdecimal() and finished.get(prefix, int(partition)) is not None:
+            found.append(folder)
+    for prefix in stages:
+        folder = local / TRAINING / keys.local_name(keys.partition_prefix(prefix, 0))
+        if folder.is_dir() and finished.get(prefix, 0) is not None:
+            found.append(folder)
+    return found
+
+
+def _stale(local: Path, folders: Sequence[Path]) -> list[Path]:
+    """Those in which nothing was written for a day, by the file system's own clock."""
+    if not folders:
+        return []
+    with tempfile.NamedTemporaryFile(dir=local) as probe:
+        now = os.stat(probe.name).st_mtime
+    stale = []
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):  # somebody is at work there
+            if all(now - path.stat().st_mtime >= STALE_SECONDS for path in (folder, *folder.rglob("*"))):
+                stale.append(folder)
+    return stale
 
 
 def _old_epochs(store: ObjectStore, owned: str) -> list[str]:
@@ -118,3 +187,13 @@ def _unlink(paths: Iterable[Path], dry_run: bool) -> Collected:
                 path.unlink()
             sizes.append(size)
     return Collected("unfinished writes", None, len(sizes), sum(sizes))
+
+
+def _remove(run_id: str, folders: Iterable[Path], dry_run: bool) -> Collected:
+    sizes = []
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):  # another call was faster
+            sizes += [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+            if not dry_run:
+                shutil.rmtree(folder)
+    return Collected("local files of finished partitions", run_id, len(sizes), sum(sizes))

@@ -23,7 +23,7 @@ from infra.launch import RankCommand, RankProcess
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
 from tasks.drill import Drill
-from tasks.session import Session
+from tasks.session import LOGS, Session
 from tasks.suspects import Suspects, check_given_up
 
 _POLL_SECONDS = 0.02
@@ -77,7 +77,7 @@ class Pool:
     ) -> None:
         self.session, self.stage, self.iteration = session, stage, iteration
         self.folder = session.scratch / "work" / f"{iteration:05d}-{stage}"
-        self.work = work | {"scratch": str(session.scratch / "wal")}
+        self.work = work | {"scratch": str(session.scratch / LOGS)}
         self.todo = dict(todo)
         order = sorted(todo)
         # Neighbours to one worker: partitions of one teacher follow one another.

@@ -108,7 +108,7 @@ def _train_and_export(
     started = time.monotonic()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Named by the stage's own prefix, so that a checkpoint of another plan or configuration is never taken up.
-    scratch = Path(work["scratch"]) / keys.digest(work["owned"])[:16]
+    scratch = Path(work["scratch"]) / keys.local_name(work["owned"])
     resumed = _told(newest_state(scratch, "step-") if rank == 0 else None)
     first_step = resumed.facts["steps"] if resumed else 0
     plan = _read_rows(work["plan_rows_path"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,15 @@ def write_partition(store: ObjectStore, tmp_path: Path, prefix: str, partition: 
         store.put(keys.owned_object(owned, epoch, "tokens.safetensors"), b"tokens")
         store.put(keys.owned_object(owned, epoch, "rows.jsonl"), b"rows")
         if epoch == 2 and finish:
+            # What the first owner left of this name is what the second would have written: it may name either.
+            named = keys.owned_object(owned, 1, "adopted.safetensors")
+            store.put(named, b"adopted")
+            entries = [{"key": key, "digest": "d", "bytes": 6, "group": "export", "name": "n"}
+                       for key in (named, keys.owned_object(owned, epoch, "tokens.safetensors"))]  # fmt: skip
             lease.finish(
                 {
-                    "objects": [], "rows_key": "k", "rows_digest": "d", "num_rows": 0, "given_up": {},
+                    "objects": entries, "rows_key": keys.owned_object(owned, epoch, "rows.jsonl"), "rows_digest": "d",
+                    "num_rows": 0, "given_up": {}, "checkpoint": {"version": "v"}, "fp8_inexact": [],
                     "stats": {"verifier_failures": 0},
                 }
             )  # fmt: skip
@@ -62,8 +69,9 @@ def put_manifest(store: ObjectStore, prefix: str, epochs: dict[int, int]) -> Non
     assert store.put_if_absent(keys.stage_manifest(prefix), keys.canonical_json(body))
 
 
-def is_log(key: str) -> bool:
-    return "/wal/" in key or "/spill/" in key
+def goes(key: str) -> bool:
+    """Of a finished partition: logs, spills, and what the first owner wrote alone."""
+    return "/wal/" in key or "/spill/" in key or key.endswith(("/e000001/tokens.safetensors", "/e000001/rows.jsonl"))
 
 
 @pytest.fixture
@@ -80,10 +88,10 @@ def totals(collected: list[Collected]) -> dict[tuple[str, str | None], int]:
     return {(line.what, line.run_id): line.num_objects for line in collected}
 
 
-def test_only_logs_of_finished_stages_go(world):
+def test_only_logs_and_leftovers_of_finished_stages_go(world):
     before = world.list("")
-    expected = {key for key in before if is_log(key) and not key.startswith(UNFINISHED)}
-    assert len(expected) == 2 * 2 * 2 * (3 + 1)
+    expected = {key for key in before if goes(key) and not key.startswith(UNFINISHED)}
+    assert len(expected) == 2 * 2 * (2 * (3 + 1) + 2)
     dry = upkeep(world.root, dry_run=True)
     assert world.list("") == before
     assert upkeep(world.root) == dry
@@ -91,6 +99,7 @@ def test_only_logs_of_finished_stages_go(world):
     assert totals(dry) == {
         ("segments of token logs", "r"): 12, ("spilled KV", "r"): 4, ("segments of token logs", "s"): 12,
         ("spilled KV", "s"): 4, ("epochs of table leases", None): 0, ("unfinished writes", None): 0,
+        ("objects of superseded owners", "r"): 4, ("objects of superseded owners", "s"): 4,
     }  # fmt: skip
     assert sum(line.num_bytes for line in dry if line.what == "spilled KV") == 8 * 1000
     assert set(totals(upkeep(world.root)).values()) == {0}
@@ -100,7 +109,7 @@ def test_one_run_alone(world):
     before = set(world.list(""))
     upkeep(world.root, ["s"])
     gone = before - set(world.list(""))
-    assert gone == {key for key in before if is_log(key) and key.startswith("runs/s/")}
+    assert gone == {key for key in before if goes(key) and key.startswith("runs/s/")}
     with pytest.raises(ContractError, match="run other"):
         upkeep(world.root, ["s", "other"])
 
@@ -144,7 +153,7 @@ def test_killed_after_every_deletion(tmp_path, monkeypatch):
     for k in range(100):
         store = LocalStore(tmp_path / str(k))
         put_manifest(store, DONE, {0: write_partition(store, tmp_path / f"scratch{k}", DONE, 0, finish=True)})
-        kept = {key for key in store.list("") if not is_log(key)}
+        kept = {key for key in store.list("") if not goes(key)}
         dying = Dying(store, k)
         with monkeypatch.context() as patch:
             patch.setattr("tasks.upkeep.open_store", lambda _, dying=dying: dying)
@@ -160,7 +169,45 @@ def test_killed_after_every_deletion(tmp_path, monkeypatch):
         assert set(store.list("")) == kept
         if not died:
             break
-    assert k == 8
+    assert k == 10
+
+
+def aged(folder: Path, seconds: float) -> None:
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (time.time() - seconds, time.time() - seconds))
+
+
+def test_local_files_of_finished_partitions_go_when_they_are_old(world, tmp_path):
+    scratch = tmp_path / "scratch"
+    trained = keys.stage_prefix("r", 0, "train", "e" * 64)
+    put_manifest(world, trained, {0: write_partition(world, tmp_path, trained, 0, finish=True)})
+    folders = {}
+    for name, prefix, partition in (("done", DONE, 0), ("young", DONE, 1), ("finished", UNFINISHED, 0),
+                                    ("unfinished", UNFINISHED, 1), ("unknown", UNFINISHED, 2)):  # fmt: skip
+        folders[name] = scratch / "r" / "wal" / keys.partition_prefix(prefix, partition)
+    folders["trained"] = scratch / "r" / "train" / keys.local_name(keys.partition_prefix(trained, 0))
+    folders["training"] = scratch / "r" / "train" / keys.local_name(keys.partition_prefix(UNFINISHED, 0))
+    folders["models"] = scratch / "r" / "models" / "0123"
+    folders["other"] = scratch / "s" / "wal" / keys.partition_prefix(OTHER, 0)
+    for folder in folders.values():
+        (folder / "e000001" / "wal").mkdir(parents=True)
+        (folder / "e000001" / "wal" / "000000.seg").write_bytes(bytes(100))
+    aged(scratch, 90_000)
+    os.utime(folders["young"] / "e000001" / "wal" / "000000.seg")
+
+    def lines(**options) -> dict[tuple[str, str | None], int]:
+        found = upkeep(world.root, ["r"], scratch=scratch, **options)
+        assert [line.num_bytes for line in found if line.what.startswith("local")] in ([200], [0])
+        return totals(found)
+
+    assert lines(dry_run=True)["local files of finished partitions", "r"] == 2
+    assert all(folder.exists() for folder in folders.values())
+    assert lines()["local files of finished partitions", "r"] == 2
+    assert {name for name, folder in folders.items() if not folder.exists()} == {"done", "trained"}
+    assert lines()["local files of finished partitions", "r"] == 0
+    assert totals(upkeep(world.root, ["s"], scratch=tmp_path / "nowhere"))[
+        "local files of finished partitions", "s"
+    ] == 0  # fmt: skip
 
 
 def test_abandoned_writes_go_by_the_age_that_their_file_system_tells(tmp_path):
@@ -197,7 +244,7 @@ def test_old_lease_epochs_of_tables_go_and_the_next_committer_gets_the_next_numb
 
 
 def test_command_says_what_goes(world, capsys):
-    assert main(["upkeep", "r", "--data", world.root, "--dry-run"]) == 0
+    assert main(["upkeep", "r", "--data", world.root, "--scratch", "nowhere", "--dry-run"]) == 0
     assert "would go:       12 segments of token logs of r, " in capsys.readouterr().out
     assert main(["upkeep", "--data", world.root]) == 0
     assert "deleted:        4 spilled KV of s, 4,000 bytes" in capsys.readouterr().out
