@@ -3,7 +3,7 @@
 
 export PYTHONUNBUFFERED = 1
 
-demo: setup models  ## two iterations on SmolLM2-135M, seven to eight minutes on two cores
+demo: setup models  ## two iterations on SmolLM2-135M, four to five minutes on two cores
 	@.venv/bin/opd run infra/runs/demo.toml
 
 test: setup models lint types imports  ## everything that CI checks
