@@ -47,3 +47,9 @@ def fp8_scale(bits, byte):
 def e4m3(x, byte):
     """Codes as bytes: Triton 3.6 can corrupt transposed stores of its own FP8 type on Hopper (its issue 11111)."""
     return (x * inverse_scale(byte)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def larger_pair(a, b):
+    """The larger of either 16-bit half of two words, as unsigned numbers."""
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)

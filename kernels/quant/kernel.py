@@ -29,6 +29,7 @@ from kernels.quant.bits import (
     scale_byte,
     top_bits,
 )
+from kernels.quant.lossless import mxfp4_to_fp8 as mxfp4_to_fp8
 from kernels.quant.turned import fp8_quantize_both as fp8_quantize_both
 
 _TWO_TO_126 = tl.constexpr(2.0**126)
@@ -60,18 +61,6 @@ def mxfp4_dequantize(blocks, scales, dtype):
             blocks, scales, values, count, BLOCKS=_BLOCKS_A_PROGRAM, num_warps=4
         )
     return values
-
-
-def mxfp4_to_fp8(blocks, scales):
-    N, K = blocks.shape[0], blocks.shape[1] * 2
-    grid = (_parts(N, 128), _parts(K, 128))
-    codes = torch.empty(N, K, dtype=torch.float8_e4m3fn, device=blocks.device)
-    tile_scales = torch.empty(grid, dtype=torch.float32, device=blocks.device)
-    exact = torch.empty(grid, dtype=torch.bool, device=blocks.device)
-    if codes.numel():
-        words, eights = blocks.view(torch.int32), codes.view(torch.int64)
-        _mxfp4_to_fp8[grid](words, scales, eights, tile_scales, exact.view(torch.uint8), N, K, num_warps=4)
-    return codes, tile_scales, exact
 
 
 def fp8_quantize_tiles(w_NK):
@@ -159,121 +148,6 @@ def _mxfp4_dequantize(blocks, scales, out, count, BLOCKS: tl.constexpr):
     values = _mxfp4_values(packed, scale, BLOCKS)
     column = tl.arange(0, 32)
     tl.store(out + block[:, None] * 32 + column[None, :], values.to(out.dtype.element_ty), mask=inside[:, None])
-
-
-@triton.jit
-def _mxfp4_to_fp8(words, scales, codes, tile_scales, exact, N, K):
-    """words: eight codes each, four to a group of 32. A group's eight FP8 magnitudes make a table of eight bytes,
-    which `prmt` looks up four codes at a time; what a group holds follows from the OR of its words."""
-    first_row, first_group = tl.program_id(0) * 128, tl.program_id(1) * 4
-    row, group = tl.arange(0, 512) // 4, tl.arange(0, 512) % 4
-    inside = (row < N - first_row) & (group < K // 32 - first_group)
-    corner = first_row.to(tl.int64) * (K // 8) + first_group * 4
-    words, codes = words + corner, codes + corner
-    place = row * (K // 8) + group * 4
-    word0 = tl.load(words + place, mask=inside, other=0)
-    word1 = tl.load(words + place + 1, mask=inside, other=0)
-    word2 = tl.load(words + place + 2, mask=inside, other=0)
-    word3 = tl.load(words + place + 3, mask=inside, other=0)
-    scale = scales + first_row.to(tl.int64) * (K // 32) + first_group
-    byte = tl.load(scale + row * (K // 32) + group, mask=inside, other=127).to(tl.int32)
-    seen = word0 | word1 | word2 | word3
-    seen_top = (word0 & (word0 << 1)) | (word1 & (word1 << 1)) | (word2 & (word2 << 1)) | (word3 & (word3 << 1))
-    # floor(log2) of the largest magnitude of a group: codes 6-7, 4-5, 2-3, 1.
-    top = tl.where((seen & 0x44444444) != 0, 1, tl.where((seen & 0x22222222) != 0, 0, -1))
-    top = tl.where((seen_top & 0x44444444) != 0, 2, top) + byte
-    # NaN and what overflows fp32 break the tile; a group of zeros has no say.
-    zero = (seen & 0x77777777) == 0
-    largest = tl.max(tl.where(byte == 255, 1000, tl.where(zero, 0, top)), 0)
-    broken = largest >= 255
-    tile_byte = tl.maximum(tl.where(broken, 0, largest) - E4M3_EXPONENT, 1)
-    shift = byte - tile_byte
-    low, high = _table(((tl.maximum(shift, -126) + 127) << 23).to(tl.float32, bitcast=True))
-    # Joined so that whole sectors are stored: [512, 2, 2] counts the words of a group as 0, 1, 2, 3.
-    even = tl.join(_eight_codes(word0, low, high), _eight_codes(word2, low, high))
-    odd = tl.join(_eight_codes(word1, low, high), _eight_codes(word3, low, high))
-    group_codes = tl.reshape(tl.join(even, odd), (512, 4))
-    tl.store(codes + place[:, None] + tl.arange(0, 4)[None, :], group_codes, mask=inside[:, None])
-    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(tile_scales + tile, tl.where(broken, 0x7FC00000, tile_byte << 23).to(tl.float32, bitcast=True))
-    # Every code times 2^-8 is a multiple of 2^-9, E4M3's smallest step; below that it depends on the codes.
-    is_exact = tl.min(tl.where(zero, 0, shift), 0) >= -8
-    if is_exact:
-        tl.store(exact + tile, tl.where(broken, 0, 1).to(tl.uint8))
-    else:
-        low, high = _lossy_table(shift)
-        lossy = _any_byte(word0, low, high) | _any_byte(word1, low, high)
-        lossy |= _any_byte(word2, low, high) | _any_byte(word3, low, high)
-        any_lossy = tl.max((lossy != 0).to(tl.int32), 0)
-        tl.store(exact + tile, tl.where(broken, 0, 1 - any_lossy).to(tl.uint8))
-
-
-@triton.jit
-def _table(unit):
-    """E4M3 codes of the eight magnitudes 0, .5, 1, 1.5 | 2, 3, 4, 6 times a unit, a byte each."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .f32 v<7>;
-        .reg .b16 h<4>;
-        mul.f32 v0, $2, 0f3F000000;
-        mul.f32 v1, $2, 0f3FC00000;
-        mul.f32 v2, $2, 0f40000000;
-        mul.f32 v3, $2, 0f40400000;
-        mul.f32 v4, $2, 0f40800000;
-        mul.f32 v5, $2, 0f40C00000;
-        mov.f32 v6, 0f00000000;
-        cvt.rn.satfinite.e4m3x2.f32 h0, v0, v6;
-        cvt.rn.satfinite.e4m3x2.f32 h1, v1, $2;
-        cvt.rn.satfinite.e4m3x2.f32 h2, v3, v2;
-        cvt.rn.satfinite.e4m3x2.f32 h3, v5, v4;
-        mov.b32 $0, {h0, h1};
-        mov.b32 $1, {h2, h3};
-        }""",
-        "=&r,=&r,f",
-        [unit],
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _lossy_table(shift):
-    """Of the eight magnitudes times 2^shift, a byte each: whether E4M3 drops a bit, all of which lie above 2^-9.
-
-    The lowest bits of 0.5, 1, 1.5, 2, 3, 4 and 6 are 2^-1, 2^0, 2^-1, 2^1, 2^0, 2^2 and 2^1.
-    """
-    below8, below9 = (shift < -8).to(tl.int32), (shift < -9).to(tl.int32)
-    below10, below11 = (shift < -10).to(tl.int32), (shift < -11).to(tl.int32)
-    low = (below8 << 8) | (below9 << 16) | (below8 << 24)
-    return low, below10 | (below9 << 8) | (below11 << 16) | (below10 << 24)
-
-
-@triton.jit
-def _eight_codes(word, low_table, high_table):
-    magnitude, sign = word & 0x77777777, (word >> 3) & 0x11111111
-    low = _look_up(low_table, high_table, magnitude) | _look_up(0x8000, 0, sign)
-    high = _look_up(low_table, high_table, magnitude >> 16) | _look_up(0x8000, 0, sign >> 16)
-    return low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
-
-
-@triton.jit
-def _any_byte(word, low_table, high_table):
-    magnitude = word & 0x77777777
-    return _look_up(low_table, high_table, magnitude) | _look_up(low_table, high_table, magnitude >> 16)
-
-
-@triton.jit
-def _look_up(low_table, high_table, selectors):
-    """Four bytes of an eight-byte table, one for each of the low four nibbles of the selectors."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [low_table, high_table, selectors],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
 
 
 @triton.jit

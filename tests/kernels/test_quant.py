@@ -264,6 +264,41 @@ def test_lossless_kernel_equals_reference_at_every_spread(spread):
 
 
 @GPU
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("rows", [1, 2, 127, 128, 129, 260])
+def test_lossless_kernel_equals_reference_on_ragged_tiles(rows, groups):
+    """Tiles that end inside a row's four groups, inside 128 rows, or both; scales around the ends of every range."""
+    generator = torch.Generator().manual_seed(rows * groups)
+    for low, high in ((112, 127), (0, 15), (1, 9), (240, 254), (0, 254), (0, 255)):
+        blocks = torch.randint(0, 256, (rows, groups * 16), dtype=torch.uint8, generator=generator)
+        zero = torch.rand(rows, groups, generator=generator) < 0.3
+        blocks.view(rows, groups, 16)[zero] &= 0x88  # of both signs
+        scales = torch.randint(low, high + 1, (rows, groups), generator=generator).to(torch.uint8)
+        found = quant.mxfp4_to_fp8(blocks.cuda(), scales.cuda(), impl="kernel")
+        wanted = quant.mxfp4_to_fp8(blocks, scales, impl="reference")
+        assert torch.equal(blanked(*found[:2]).cpu(), blanked(*wanted[:2]))
+        assert torch.equal(bits(found[1]), bits(wanted[1]))
+        assert torch.equal(found[2].cpu(), wanted[2])
+
+
+@GPU
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (1, 128), (15, 129), (16, 48), (128, 257), (129, 31), (240, 136)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_orientations_equal_reference_on_ragged_tiles(rows, columns, dtype):
+    whole = adversarial(rows, columns, 7).to(dtype)
+    spoilt = whole.clone()
+    spoilt[rows // 2, columns // 2] = float("nan")
+    for x in (whole, spoilt, torch.full_like(whole, -float("inf"))):
+        found = quant.fp8_quantize_both(x.cuda(), impl="kernel")
+        wanted = quant.fp8_quantize_both(x, impl="reference")
+        for pair in (slice(0, 2), slice(2, 4)):
+            assert torch.equal(blanked(*found[pair]).cpu(), blanked(*wanted[pair]))
+            assert torch.equal(bits(found[pair][1]), bits(wanted[pair][1]))
+
+
+@GPU
 def test_kernels_round_every_fp8_tie_and_neighbour():
     grid = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (grid[1:] + grid[:-1]) / 2
