@@ -4,9 +4,9 @@ A page holds T tokens of every KV head; `page_table_SP[s, i]` is the page of tok
 The keys of a row are cut at absolute positions, multiples of `split_tokens`. Each cut is reduced on its own to fp32
 (max, sum of exponentials, weighted sum of values) and the cuts are merged in ascending order.
 
-Invariant: the bits of an output row depend on its query, its sequence's keys and values up to its position,
-`split_tokens` and the page size. They do not depend on the other rows or sequences of the call, on their order, on
-which pages hold the keys, or on whether the row came in a prefill chunk or alone in a decode step.
+Invariant: the bits of an output row depend on its query, its sequence's keys and values up to its position, and
+`split_tokens`. They do not depend on the other rows or sequences of the call, on their order, on which pages hold the
+keys and how large these are, or on whether the row came in a prefill chunk or alone in a decode step.
 
 Shape letters: N rows of the call, S sequences, H query heads, G KV heads (H % G == 0), C channels of a head,
 P pages of the cache (in `page_table_SP`: pages of one sequence), T tokens of a page, S1 = S + 1.

@@ -16,8 +16,9 @@ from kernels.packed_attention import packed_attention
 from kernels.paged_attention import paged_attention
 from kernels.testing import check, copy_gb_per_s, environment, figure, graph_us, median_ms, relative_error
 
-PAGE_TOKENS = 128
-SPLIT_TOKENS = 1024
+#: What rollout takes on a GPU.
+PAGE_TOKENS = 64
+SPLIT_TOKENS = 512
 
 
 def _bf16(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -104,4 +105,8 @@ def run(quick: bool) -> dict:
         packed(figures, "64x1024", [1024] * 64, ("", ""))
         mixed = [100, 5000, 8192, 300, 1700, 12000, 64, 33, 4000, 1, 8192, 9000, 7000, 700, 3000, 6252]
         packed(figures, "mixed", mixed, ("", ""))
-    return {"figures": figures, "peers": peers, "env": environment("decode 64 x 8192; prefill 16384; split 1024")}
+    return {
+        "figures": figures,
+        "peers": peers,
+        "env": environment(f"decode 64 x 8192; prefill 16384; pages of {PAGE_TOKENS}, cuts of {SPLIT_TOKENS}"),
+    }

@@ -6,7 +6,7 @@ cuts in ascending order. Sequences with more rows go to `prefill`, which walks i
 Invariant: decode and prefill reduce a cut with the same chain of operations. Both give 64 query rows to a group of
 four warps, so that a row's scores lie in one warp and its sum runs in one order, and both write every sum that reaches
 a row as fma, so that no compiler contracts one and not the other. The chains are `_decode`'s loop and `merge` here,
-`_walk` and `_merge` in prefill.py.
+`_softmax`, `_walk` and `_merge` in prefill.py.
 
 Shape letters: M query rows of a tile (a row is one head of one token), B keys of a tile, C channels of a head,
 G KV heads, H query heads, N rows of the call, S sequences.
@@ -29,18 +29,8 @@ LOG2_E = 1.4426950408889634
 DECODE_ROWS = 64
 #: Triton counts the page lookup as a stage of its own, and halves the rest: 5 gives three buffers of keys and values.
 DECODE_STAGES = 5
-
-
-def block_keys(page_tokens: int, split_tokens: int) -> int:
-    """Keys of one tile, for decode and prefill alike: the largest that lies in one page and in one cut."""
-    for keys in (128, 64):
-        if page_tokens % keys == 0 and split_tokens % keys == 0:
-            return keys
-    raise ContractError(
-        "paged_attention on CUDA",
-        expected="pages and cuts of a multiple of 64 tokens",
-        found=f"pages of {page_tokens}, cuts of {split_tokens}",
-    )
+#: Keys of one tile, for decode and prefill alike: they decide bits, so it is one number for pages of any size.
+KEYS = 64
 
 
 @triton.jit
@@ -54,7 +44,8 @@ def merge(total_MC, total_max_M, total_sum_M, acc_MC, max_M, sum_M):
     return total_MC, new_max_M, total_sum_M
 
 
-@triton.jit
+# The width is not worth a kernel of its own.
+@triton.jit(do_not_specialize=["table_width"])
 def _decode(
     q_ptr,
     k_desc,
@@ -120,7 +111,7 @@ def _decode(
     tl.store(stats_ptr + partial_M * 2 + 1, sum_M, mask=used_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cuts"])
 def _merge_cuts(
     acc_ptr,
     stats_ptr,
@@ -131,21 +122,20 @@ def _merge_cuts(
     HEADS: tl.constexpr,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
 ):
     sequence = tl.program_id(0)
     first_row = tl.load(cu_rows_ptr + sequence)
     if tl.load(cu_rows_ptr + sequence + 1) - first_row != 1:
         return
     kv_tokens = tl.load(kv_tokens_ptr + sequence)
-    head_M = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    used_M = head_M < HEADS
-    head_M = tl.minimum(head_M, HEADS - 1)
+    # One head a program: what a cut adds waits for the cut before it.
+    head_M = tl.program_id(1) + tl.arange(0, 1)
     channel_C = tl.arange(0, C)
-    total_MC = tl.zeros([BLOCK_H, C], tl.float32)
-    total_max_M = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total_sum_M = tl.zeros([BLOCK_H], tl.float32)
-    for cut in tl.range(0, tl.cdiv(kv_tokens, SPLIT)):
+    total_MC = tl.zeros([1, C], tl.float32)
+    total_max_M = tl.full([1], float("-inf"), tl.float32)
+    total_sum_M = tl.zeros([1], tl.float32)
+    # Unrolled, so that several cuts are on their way at once.
+    for cut in tl.range(0, tl.cdiv(kv_tokens, SPLIT), loop_unroll_factor=8):
         partial_M = (sequence.to(tl.int64) * cuts + cut) * HEADS + head_M
         acc_MC = tl.load(acc_ptr + partial_M[:, None] * C + channel_C[None, :])
         max_M = tl.load(stats_ptr + partial_M * 2)
@@ -153,7 +143,7 @@ def _merge_cuts(
         total_MC, total_max_M, total_sum_M = merge(total_MC, total_max_M, total_sum_M, acc_MC, max_M, sum_M)
     o_MC = total_MC / total_sum_M[:, None]
     offset_MC = first_row.to(tl.int64) * (HEADS * C) + head_M[:, None] * C + channel_C[None, :]
-    tl.store(o_ptr + offset_MC, o_MC.to(o_ptr.dtype.element_ty), mask=used_M[:, None])
+    tl.store(o_ptr + offset_MC, o_MC.to(o_ptr.dtype.element_ty))
 
 
 def paged_attention(
@@ -176,7 +166,11 @@ def paged_attention(
     rows, heads, channels = q_NHC.shape
     pages, page_tokens, kv_heads, _ = k_cache_PTGC.shape
     sequences, table_width = page_table_SP.shape
-    keys = block_keys(page_tokens, split_tokens)
+    if page_tokens % KEYS or split_tokens % KEYS:
+        raise ContractError(
+            "paged_attention on CUDA", expected="pages and cuts of a multiple of 64 tokens",
+            found=f"pages of {page_tokens}, cuts of {split_tokens}",
+        )  # fmt: skip
     if channels not in (64, 128):
         raise ContractError("paged_attention on CUDA", expected="heads of 64 or 128 channels", found=str(channels))
     o_NHC = torch.empty_like(q_NHC)
@@ -186,12 +180,12 @@ def paged_attention(
     tables = (page_table_SP, cu_rows_S1, kv_tokens_S)
     scale = channels**-0.5 * LOG2_E
     sizes = {"HEADS": heads, "C": channels, "SPLIT": split_tokens}
-    tile = {"GROUP": heads // kv_heads, "PAGE": page_tokens, "KEYS": keys, **sizes}
+    tile = {"GROUP": heads // kv_heads, "PAGE": page_tokens, "KEYS": KEYS, **sizes}
     cuts = -(-table_width * page_tokens // split_tokens)
     parts = sequences * cuts * heads if cuts > 1 else 0
     acc = torch.empty(parts * channels, dtype=torch.float32, device=q_NHC.device)
     stats = torch.empty(parts * 2, dtype=torch.float32, device=q_NHC.device)
-    descriptors = [TensorDescriptor.from_tensor(cache, [keys, channels]) for cache in caches]
+    descriptors = [TensorDescriptor.from_tensor(cache, [KEYS, channels]) for cache in caches]
     _decode[(kv_heads, cuts, sequences)](
         q_NHC,
         *descriptors,
@@ -208,9 +202,7 @@ def paged_attention(
         **tile,
     )
     if cuts > 1:
-        _merge_cuts[(sequences, triton.cdiv(heads, 4))](
-            acc, stats, cu_rows_S1, kv_tokens_S, o_NHC, cuts, BLOCK_H=4, num_warps=4, **sizes
-        )
+        _merge_cuts[(sequences, heads)](acc, stats, cu_rows_S1, kv_tokens_S, o_NHC, cuts, num_warps=1, **sizes)
     # As many sequences as rows may still hide a chunk beside an empty sequence; one row cannot.
     if rows > 1 and not single_rows:
         prefill.prefill(q_NHC, *caches, *tables, o_NHC, scale, tile)

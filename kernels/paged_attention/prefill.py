@@ -1,11 +1,13 @@
-"""Prefill over pages: 128 query rows a program, two warp groups that compute and one warp that loads.
+"""Prefill over pages: 64 query rows a program, one warp group that walks tiles of keys.
 
-The loader streams tiles of keys and values through a ring in shared memory. Each computing group owns 64 rows and
-walks all tiles in order, so that one group's softmax runs beside the other's products. Invariant: see kernel.py; a
-group's chain of operations is that of `_decode`, tile for tile, and a tile that a row may not see leaves its numbers
-as they are.
+Tiles of keys and values stream through a ring in shared memory. The product of a tile's weights and values runs while
+the next tile's softmax is computed, and two or three programs share a multiprocessor. Warps have no roles: from a
+kernel that gives them different numbers of registers (`warp_specialize`) ptxas takes the smallest, and then waits for
+each product in turn (kernels/BENCH.md).
+Invariant: see kernel.py; the chain of operations is that of `_decode`, tile for tile, and a tile that a row may not
+see leaves its numbers as they are.
 
-Shape letters: M query rows of a group (a row is one head of one token), B keys of a tile, C channels of a head.
+Shape letters: M query rows of a program (a row is one head of one token), B keys of a tile, C channels of a head.
 """
 
 # Kernels are written in Gluon's own types, which pyright takes for Python's.
@@ -22,42 +24,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 #: Query rows of a program. Tile t of sequence s is program cu_rows[s] * GROUP // ROWS + s + t, which leaves gaps but
 #: needs no table; programs in a gap return at once.
-ROWS = gl.constexpr(128)
+ROWS = gl.constexpr(64)
+WARPS = 4
+#: Tiles in shared memory. Of three, one is multiplied with its values, one gives scores, and one is on its way.
+STAGES = 3
 
 
 @gluon.jit
-def _load(
-    k_desc,
-    v_desc,
-    k_smem,
-    v_smem,
-    k_full,
-    v_full,
-    empty,
-    table_ptr,
-    kv_head,
-    tiles,
-    C: gl.constexpr,
-    PAGE: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    for tile in range(tiles):
+def _load(tile, tiles, k_desc, v_desc, k_smem, v_smem, full, table_ptr, kv_head, PAGE: gl.constexpr):
+    """Start to bring a tile's keys and values; none past the last tile."""
+    STAGES: gl.constexpr = k_smem.shape[0]
+    KEYS: gl.constexpr = k_smem.shape[1]
+    C: gl.constexpr = k_smem.shape[2]
+    if tile < tiles:
+        slot = tile % STAGES
         key = tile * KEYS
         row = gl.load(table_ptr + key // PAGE) * PAGE + key % PAGE
-        slot = tile % STAGES
-        mbarrier.wait(empty.index(slot), ((tile // STAGES) & 1) ^ 1)
-        mbarrier.expect(k_full.index(slot), KEYS * C * 2)
-        tma.async_copy_global_to_shared(k_desc, [row, kv_head * C], k_full.index(slot), k_smem.index(slot))
-        mbarrier.expect(v_full.index(slot), KEYS * C * 2)
-        tma.async_copy_global_to_shared(v_desc, [row, kv_head * C], v_full.index(slot), v_smem.index(slot))
+        mbarrier.expect(full.index(slot), 2 * KEYS * C * 2)
+        tma.async_copy_global_to_shared(k_desc, [row, kv_head * C], full.index(slot), k_smem.index(slot))
+        tma.async_copy_global_to_shared(v_desc, [row, kv_head * C], full.index(slot), v_smem.index(slot))
+
+
+@gluon.jit
+def _wait_for(tile, full):
+    STAGES: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(tile % STAGES), (tile // STAGES) & 1)
 
 
 @gluon.jit
@@ -77,138 +74,101 @@ def _merge(total_MC, total_max_M, total_sum_M, acc_MC, max_M, sum_M):
 
 
 @gluon.jit
+def _scores(q_smem, k_smem, tile, s_layout: gl.constexpr):
+    """Start the product of the queries and a tile's keys."""
+    STAGES: gl.constexpr = k_smem.shape[0]
+    KEYS: gl.constexpr = k_smem.shape[1]
+    zero_MB = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
+    k_CB = k_smem.index(tile % STAGES).permute((1, 0))
+    return warpgroup_mma(q_smem, k_CB, zero_MB, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _softmax(score_MB, key, position_M, scale, max_M, sum_M, MASK: gl.constexpr, o_layout: gl.constexpr):
+    """The tile's weights in bf16, what they make of the cut's values so far, and the cut's new max and sum."""
+    s_layout: gl.constexpr = score_MB.type.layout
+    if MASK:
+        key_B = key + gl.arange(0, score_MB.shape[1], gl.SliceLayout(0, s_layout))
+        score_MB = gl.where(key_B[None, :] <= position_M[:, None], score_MB, float("-inf"))
+    new_max_M = gl.maximum(max_M, gl.max(score_MB, 1) * scale)
+    shift_M = new_max_M
+    if MASK:
+        # A row that sees nothing of its cut so far: its exponentials are 0, not exp2(-inf + inf).
+        shift_M = gl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    scale_MB = gl.full(score_MB.shape, 1.0, gl.float32, s_layout) * scale
+    score_MB, shift_MB = gl.broadcast(score_MB, -shift_M[:, None])
+    weight_MB = gl.exp2(gl.fma(score_MB, scale_MB, shift_MB))
+    decay_M = gl.exp2(max_M - shift_M)
+    sum_M = gl.fma(sum_M, decay_M, gl.sum(weight_MB, 1))
+    weight_MB = gl.convert_layout(weight_MB.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
+    return weight_MB, decay_M, new_max_M, sum_M
+
+
+@gluon.jit
 def _walk(
     first_tile,
     last_tile,
+    tiles,
     q_smem,
     k_smem,
     v_smem,
-    k_full,
-    v_full,
-    empty,
+    full,
+    k_desc,
+    v_desc,
+    table_ptr,
+    kv_head,
     position_M,
     scale,
-    token_MC,
+    weight_MB,
+    acc_MC,
     max_M,
     sum_M,
     total_MC,
     total_max_M,
     total_sum_M,
+    PAGE: gl.constexpr,
     SPLIT: gl.constexpr,
     MASK: gl.constexpr,
-    s_layout: gl.constexpr,
-    o_layout: gl.constexpr,
 ):
     """Fold tiles into (weighted values, max, sum) of the cut at hand, and finished cuts into the totals.
 
-    token_MC stands for weighted values whose last product still runs: the next tile's scores are issued behind it.
+    weight_MB are those of the tile before, not yet multiplied with its values; that product is begun behind this
+    tile's scores. This tile has arrived already.
     """
+    row_layout: gl.constexpr = max_M.type.layout
+    s_layout: gl.constexpr = row_layout.parent
+    o_layout: gl.constexpr = acc_MC.type.layout
     STAGES: gl.constexpr = k_smem.shape[0]
     KEYS: gl.constexpr = k_smem.shape[1]
-    C: gl.constexpr = k_smem.shape[2]
     for tile in range(first_tile, last_tile):
         key = tile * KEYS
-        slot = tile % STAGES
-        phase = (tile // STAGES) & 1
-        mbarrier.wait(k_full.index(slot), phase)
-        zero_MB = gl.zeros([64, KEYS], gl.float32, s_layout)
-        s_token = warpgroup_mma(q_smem, k_smem.index(slot).permute((1, 0)), zero_MB, use_acc=False, is_async=True)
-        score_MB, acc_MC = warpgroup_mma_wait(0, deps=(s_token, token_MC))
-        # One thread speaks for the group, so all of it must be past the wait.
+        s_token = _scores(q_smem, k_smem, tile, s_layout)
+        o_token = warpgroup_mma(weight_MB, v_smem.index((tile - 1) % STAGES), acc_MC, is_async=True)
+        score_MB = warpgroup_mma_wait(1, deps=(s_token,))
+        ends = key % SPLIT == 0
+        cut_max_M = max_M
+        cut_sum_M = sum_M
+        if ends:
+            max_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+            sum_M = gl.zeros([ROWS], gl.float32, row_layout)
+        weight_MB, decay_M, max_M, sum_M = _softmax(score_MB, key, position_M, scale, max_M, sum_M, MASK, o_layout)
+        # Here, since a loop keeps the compiler from waiting for the product before the exponentials.
+        _wait_for(gl.minimum(tile + 1, tiles - 1), full)
+        acc_MC = warpgroup_mma_wait(0, deps=(o_token,))
+        # All warps are past the tile before.
         gl.thread_barrier()
-        mbarrier.arrive(empty.index((tile + STAGES - 1) % STAGES), count=1, pred=tile > 0)
-        if (key > 0) & (key % SPLIT == 0):
-            total_MC, total_max_M, total_sum_M = _merge(total_MC, total_max_M, total_sum_M, acc_MC, max_M, sum_M)
-            acc_MC = gl.zeros([64, C], gl.float32, o_layout)
-            max_M = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-            sum_M = gl.zeros([64], gl.float32, gl.SliceLayout(1, s_layout))
-        if MASK:
-            key_B = key + gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
-            score_MB = gl.where(key_B[None, :] <= position_M[:, None], score_MB, float("-inf"))
-        new_max_M = gl.maximum(max_M, gl.max(score_MB, 1) * scale)
-        shift_M = new_max_M
-        if MASK:
-            # A row that sees nothing of its cut so far: its exponentials are 0, not exp2(-inf + inf).
-            shift_M = gl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        scale_MB = gl.full([64, KEYS], 1.0, gl.float32, s_layout) * scale
-        score_MB, shift_MB = gl.broadcast(score_MB, -shift_M[:, None])
-        weight_MB = gl.exp2(gl.fma(score_MB, scale_MB, shift_MB))
-        decay_M = gl.exp2(max_M - shift_M)
-        sum_M = gl.fma(sum_M, decay_M, gl.sum(weight_MB, 1))
-        max_M = new_max_M
+        _load(tile - 1 + STAGES, tiles, k_desc, v_desc, k_smem, v_smem, full, table_ptr, kv_head, PAGE)
+        if ends:
+            total_MC, total_max_M, total_sum_M = _merge(
+                total_MC, total_max_M, total_sum_M, acc_MC, cut_max_M, cut_sum_M
+            )
+            acc_MC = gl.zeros(acc_MC.shape, gl.float32, o_layout)
         acc_MC = acc_MC * _column(decay_M, o_layout)
-        weight_MB = gl.convert_layout(weight_MB.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
-        mbarrier.wait(v_full.index(slot), phase)
-        token_MC = warpgroup_mma(weight_MB, v_smem.index(slot), acc_MC, is_async=True)
-    return token_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M
+    return weight_MB, acc_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M
 
 
-@gluon.jit
-def _compute(
-    HALF: gl.constexpr,
-    q_ptr,
-    o_ptr,
-    q_smem,
-    k_smem,
-    v_smem,
-    k_full,
-    v_full,
-    empty,
-    first_row,
-    rows,
-    kv_tokens,
-    first_m,
-    kv_head,
-    tiles,
-    scale,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    """64 query rows: number HALF of the program's two groups."""
-    KEYS: gl.constexpr = k_smem.shape[1]
-    C: gl.constexpr = k_smem.shape[2]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    first = first_m + HALF * 64
-    # Rows past the end repeat the last one, so that no lane computes with numbers that nobody wrote.
-    last_m = rows * GROUP - 1
-    q_M = gl.minimum(first + gl.arange(0, 64, gl.SliceLayout(1, q_layout)), last_m)
-    q_M = (first_row + q_M // GROUP).to(gl.int64) * (HEADS * C) + (kv_head * GROUP + q_M % GROUP) * C
-    q_half = q_smem.index(HALF)
-    q_half.store(gl.load(q_ptr + q_M[:, None] + gl.arange(0, C, gl.SliceLayout(0, q_layout))[None, :]))
-    fence_async_shared()
-    gl.thread_barrier()
-    position_M = kv_tokens - rows + gl.minimum(first + gl.arange(0, 64, row_layout), last_m) // GROUP
-    first_position = kv_tokens - rows + gl.minimum(first, last_m) // GROUP
-    unmasked = gl.minimum((first_position + 1) // KEYS, tiles)
-    token_MC = warpgroup_mma_init(gl.zeros([64, C], gl.float32, o_layout))
-    max_M = gl.full([64], float("-inf"), gl.float32, row_layout)
-    sum_M = gl.zeros([64], gl.float32, row_layout)
-    total_MC = gl.zeros([64, C], gl.float32, o_layout)
-    total_max_M = gl.full([64], float("-inf"), gl.float32, row_layout)
-    total_sum_M = gl.zeros([64], gl.float32, row_layout)
-    token_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M = _walk(
-        0, unmasked, q_half, k_smem, v_smem, k_full, v_full, empty, position_M, scale,
-        token_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M, SPLIT, False, s_layout, o_layout,
-    )  # fmt: skip
-    token_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M = _walk(
-        unmasked, tiles, q_half, k_smem, v_smem, k_full, v_full, empty, position_M, scale,
-        token_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M, SPLIT, True, s_layout, o_layout,
-    )  # fmt: skip
-    acc_MC = warpgroup_mma_wait(0, deps=(token_MC,))
-    total_MC, total_max_M, total_sum_M = _merge(total_MC, total_max_M, total_sum_M, acc_MC, max_M, sum_M)
-    o_MC = total_MC / _column(total_sum_M, o_layout)
-    m_M = first + gl.arange(0, 64, gl.SliceLayout(1, o_layout))
-    o_M = gl.minimum(m_M, last_m)
-    o_M = (first_row + o_M // GROUP).to(gl.int64) * (HEADS * C) + (kv_head * GROUP + o_M % GROUP) * C
-    o_ptrs = o_ptr + o_M[:, None] + gl.arange(0, C, gl.SliceLayout(0, o_layout))[None, :]
-    gl.store(o_ptrs, o_MC.to(gl.bfloat16), mask=(m_M <= last_m)[:, None])
-
-
-@gluon.jit
+# Neither number is worth a kernel of its own.
+@gluon.jit(do_not_specialize=["sequences", "table_width"])
 def _prefill(
     q_ptr,
     k_desc,
@@ -248,30 +208,58 @@ def _prefill(
         last_position = kv_tokens - rows + gl.minimum(first_m + ROWS - 1, rows * GROUP - 1) // GROUP
         tiles = (last_position + KEYS) // KEYS
         table_ptr += low.to(gl.int64) * table_width
-        q_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C], gl.bfloat16)
-        q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, C], q_shape)
+        s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
+        o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
+        row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+        q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [num_warps, 1], [1, 0])
+        q_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C], gl.bfloat16)
+        q_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, C], q_shape)
         k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, C], k_desc.layout)
         v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, C], v_desc.layout)
-        k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
-            mbarrier.init(k_full.index(i), count=1)
-            mbarrier.init(v_full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=2)
+            mbarrier.init(full.index(i), count=1)
         fence_async_shared()
-        gl.warp_specialize(
-            [
-                (_compute, (0, q_ptr, o_ptr, q_smem, k_smem, v_smem, k_full, v_full, empty, first_row, rows, kv_tokens,
-                            first_m, kv_head, tiles, scale, HEADS, GROUP, SPLIT)),
-                (_compute, (1, q_ptr, o_ptr, q_smem, k_smem, v_smem, k_full, v_full, empty, first_row, rows, kv_tokens,
-                            first_m, kv_head, tiles, scale, HEADS, GROUP, SPLIT)),
-                (_load, (k_desc, v_desc, k_smem, v_smem, k_full, v_full, empty, table_ptr, kv_head, tiles, C, PAGE,
-                         KEYS, STAGES)),
-            ],
-            [4, 1],
-            [240, 24],
+        gl.thread_barrier()
+        for i in gl.static_range(STAGES):
+            _load(i, tiles, k_desc, v_desc, k_smem, v_smem, full, table_ptr, kv_head, PAGE)
+        # Rows past the end repeat the last one, so that no lane computes with numbers that nobody wrote.
+        last_m = rows * GROUP - 1
+        q_M = gl.minimum(first_m + gl.arange(0, ROWS, gl.SliceLayout(1, q_layout)), last_m)
+        q_M = (first_row + q_M // GROUP).to(gl.int64) * (HEADS * C) + (kv_head * GROUP + q_M % GROUP) * C
+        q_smem.store(gl.load(q_ptr + q_M[:, None] + gl.arange(0, C, gl.SliceLayout(0, q_layout))[None, :]))
+        fence_async_shared()
+        gl.thread_barrier()
+        position_M = kv_tokens - rows + gl.minimum(first_m + gl.arange(0, ROWS, row_layout), last_m) // GROUP
+        first_position = kv_tokens - rows + first_m // GROUP
+        unmasked = gl.maximum(gl.minimum((first_position + 1) // KEYS, tiles), 1)
+        acc_MC = gl.zeros([ROWS, C], gl.float32, o_layout)
+        max_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        sum_M = gl.zeros([ROWS], gl.float32, row_layout)
+        total_MC = gl.zeros([ROWS, C], gl.float32, o_layout)
+        total_max_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        total_sum_M = gl.zeros([ROWS], gl.float32, row_layout)
+        _wait_for(0, full)
+        score_MB = warpgroup_mma_wait(0, deps=(_scores(q_smem, k_smem, 0, s_layout),))
+        weight_MB, _, max_M, sum_M = _softmax(score_MB, 0, position_M, scale, max_M, sum_M, True, o_layout)
+        _wait_for(gl.minimum(1, tiles - 1), full)
+        weight_MB, acc_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M = _walk(
+            1, unmasked, tiles, q_smem, k_smem, v_smem, full, k_desc, v_desc, table_ptr, kv_head, position_M, scale,
+            weight_MB, acc_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M, PAGE, SPLIT, False,
         )  # fmt: skip
+        weight_MB, acc_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M = _walk(
+            unmasked, tiles, tiles, q_smem, k_smem, v_smem, full, k_desc, v_desc, table_ptr, kv_head, position_M, scale,
+            weight_MB, acc_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M, PAGE, SPLIT, True,
+        )  # fmt: skip
+        o_token = warpgroup_mma(weight_MB, v_smem.index((tiles - 1) % STAGES), acc_MC, is_async=True)
+        acc_MC = warpgroup_mma_wait(0, deps=(o_token,))
+        total_MC, total_max_M, total_sum_M = _merge(total_MC, total_max_M, total_sum_M, acc_MC, max_M, sum_M)
+        o_MC = total_MC / _column(total_sum_M, o_layout)
+        m_M = first_m + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))
+        o_M = gl.minimum(m_M, last_m)
+        o_M = (first_row + o_M // GROUP).to(gl.int64) * (HEADS * C) + (kv_head * GROUP + o_M % GROUP) * C
+        o_ptrs = o_ptr + o_M[:, None] + gl.arange(0, C, gl.SliceLayout(0, o_layout))[None, :]
+        gl.store(o_ptrs, o_MC.to(gl.bfloat16), mask=(m_M <= last_m)[:, None])
 
 
 def prefill(
@@ -305,7 +293,7 @@ def prefill(
         sequences,
         table_width,
         scale,
-        STAGES=2 if box == [128, 128] else 3,
-        num_warps=4,
+        STAGES=STAGES,
+        num_warps=WARPS,
         **tile,
     )

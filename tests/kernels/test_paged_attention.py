@@ -126,13 +126,45 @@ def test_decode_kernel_leaves_sequences_without_one_row(triton_interpreter, monk
     assert (actual[1:] == 5).all()
 
 
-def test_kernel_refuses_what_it_cannot_tile():
-    from kernels.paged_attention.kernel import block_keys
+@pytest.mark.parametrize(("page_tokens", "split_tokens"), [(16, 512), (96, 192), (128, 32)])
+def test_kernel_refuses_what_it_cannot_tile(page_tokens, split_tokens):
+    from kernels.paged_attention import kernel
 
-    assert block_keys(256, 1024) == 128
-    assert block_keys(64, 1024) == block_keys(256, 64) == 64
+    case = make_case([5], [1], kv_heads=1, heads=1, channels=64, page_tokens=page_tokens, dtype=torch.float32)
     with pytest.raises(ContractError, match="multiple of 64"):
-        block_keys(16, 512)
+        kernel.paged_attention(*case, split_tokens=split_tokens)
+
+
+def paged(k_TGC, v_TGC, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Caches of one sequence's keys and values in pages of a size, in random order, and its table."""
+    pages = -(-len(k_TGC) // page_tokens)
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(page_tokens)).to(k_TGC.device)
+
+    def cache(x_TGC):
+        whole = x_TGC.new_zeros(pages * page_tokens, *x_TGC.shape[1:])
+        whole[: len(x_TGC)] = x_TGC
+        blocks = whole.view(pages, page_tokens, *x_TGC.shape[1:])
+        return torch.empty_like(blocks).index_copy_(0, order, blocks)
+
+    return cache(k_TGC), cache(v_TGC), order.int()[None]
+
+
+@pytest.mark.parametrize("rows", [1, 90])
+def test_the_size_of_pages_changes_no_bit(rows):
+    q, k, v = (torch.randn(n, h, 16).bfloat16() for n, h in ((rows, 6), (200, 2), (200, 2)))
+    where = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([200], dtype=torch.int32)
+    found = [paged_attention(q, *paged(k, v, page), *where, split_tokens=64) for page in (8, 16, 64, 128)]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("rows", [1, 90, 1500])
+def test_the_size_of_pages_changes_no_bit_on_the_gpu(channels, rows):
+    q, k, v = (torch.randn(n, h, channels, device="cuda").bfloat16() for n, h in ((rows, 6), (2000, 2), (2000, 2)))
+    where = (torch.tensor([0, rows], dtype=torch.int32).cuda(), torch.tensor([2000], dtype=torch.int32).cuda())
+    found = [paged_attention(q, *paged(k, v, page), *where, split_tokens=512) for page in (64, 128, 256, 1024)]
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.gpu
