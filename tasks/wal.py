@@ -84,9 +84,15 @@ def local_log(scratch: Path, owned: str, epoch: int) -> Path:
     return (scratch / keys.wal_segment(owned, epoch, 0)).parent
 
 
-def stored_log(store: ObjectStore, owned: str, epoch: int) -> list[tuple[str, bytes]]:
+def stored_segments(store: ObjectStore, owned: str, epoch: int) -> Iterator[tuple[str, bytes]]:
     """(key, bytes) of a log's segments in the store, in order."""
-    return [(key, store.get(key)) for key in store.list(keys.owned_object(owned, epoch, "wal/"))]
+    for key in store.list(keys.owned_object(owned, epoch, "wal/")):
+        yield key, store.get(key)
+
+
+def stored_log(store: ObjectStore, owned: str, epoch: int) -> list[tuple[str, bytes]]:
+    """All of `stored_segments` at once."""
+    return list(stored_segments(store, owned, epoch))
 
 
 def read_logs(path: str) -> Iterator[LogReport]:

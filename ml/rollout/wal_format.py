@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -106,12 +106,19 @@ class Intent:
     action: bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
+    """segment, offset: the file, and where in it the frame begins. There may be millions, so nothing is kept twice."""
+
     type: int
     sequence: int
     payload: memoryview
-    where: str
+    segment: str
+    offset: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.segment}, offset {self.offset}"
 
 
 @dataclass(frozen=True)
@@ -292,7 +299,6 @@ def scan_segment(data: bytes, name: str, *, is_last: bool) -> Segment:
     records: list[Record] = []
     offset, last, first_of_group = HEADER_BYTES, header.first_sequence - 1, header.first_sequence
     while offset < len(data):
-        where = f"{name}, offset {offset}"
         frame = _valid_frame(data, offset, salt_crc)
         sealing = frame is not None and frame[1] == SEAL
         if frame is None or frame[3] != last + (not sealing) or (frame[2] and frame[3] - frame[2] != first_of_group):
@@ -300,15 +306,17 @@ def scan_segment(data: bytes, name: str, *, is_last: bool) -> Segment:
             later = _later_group(data, offset, salt_crc, last) if torn_bytes else None
             if later is not None or not is_last:
                 found = "damage" + ("" if later is None else f", and a valid record at offset {later}")
-                raise _bad(where, f"record {last + 1}", found)
+                raise _bad(f"{name}, offset {offset}", f"record {last + 1}", found)
             return Segment(name, header, records, False, torn_bytes, b"")
         length, record_type, place, sequence = frame
         if record_type not in _TYPES:
+            where = f"{name}, offset {offset}"
             raise _bad(where, f"record types 1..{SEAL}", f"type {record_type}: another version wrote this log")
         payload = memoryview(data)[offset + FRAME_BYTES : offset + FRAME_BYTES + length]
         if sealing:
-            return Segment(name, header, records, True, 0, _check_seal(data, offset, len(records), where, is_last))
-        records.append(Record(record_type, sequence, payload, where))
+            digest = _check_seal(data, offset, len(records), f"{name}, offset {offset}", is_last)
+            return Segment(name, header, records, True, 0, digest)
+        records.append(Record(record_type, sequence, payload, name, offset))
         offset += FRAME_BYTES + length
         last, first_of_group = sequence, sequence - place
     if not is_last:
@@ -429,22 +437,23 @@ def decode_finish(record: Record) -> tuple[int, int, str]:
     return number, response_tokens, reason
 
 
-def replay_order(segments: Sequence[Segment], name: str) -> Iterator[Record]:
-    """Records of a whole log in order, after checking that its segments are one unbroken chain.
+def chained(segments: Iterable[Segment], name: str) -> Iterator[Segment]:
+    """Segments of a whole log in order, each after checking that they are one unbroken chain so far.
 
     Raises FormatError when segments are missing, out of order, of different logs, or when a segment does not name
     its predecessor's digest.
     """
     previous, last, log = bytes(32), 0, None
     for index, segment in enumerate(segments):
-        if segment.header is None:
-            return
         header = segment.header
+        if header is None:
+            yield segment
+            return
         log = log or header.log
         found = (header.segment, header.log, header.previous_digest, header.first_sequence)
         if found != (index, log, previous, last + 1):
             raise _bad(segment.name, f"segment {index} of {log}, from record {last + 1}", str(header))
-        yield from segment.records
+        yield segment
         last += len(segment.records)
         previous = segment.digest
     if log is None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,9 @@ from ml.rollout import wal_format as fmt
 from schemas.errors import FormatError, StoreError
 
 _BASE_RECORD_TOKENS = 1 << 16
+_SORTED_TOKENS = 1 << 20
+_REPLAYED_RECORDS = 1 << 14
+_ROW = np.dtype([("ids", "i4"), ("raw", "f4"), ("sampled", "f4"), ("mask", "u1")])
 
 
 @dataclass
@@ -75,15 +78,20 @@ class Recovered:
 
 
 class _Replay:
-    """Collects records; token columns are put together once at the end, since there may be millions of records."""
+    """Collects records. Their token columns are sorted by trajectory once there are _SORTED_TOKENS of them, since there
+    may be millions of records, and tens of millions of tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.admits: list[fmt.Admit] = []
         self.finishes: dict[int, tuple[int, str, str]] = {}
         self.spills: dict[int, fmt.Spill] = {}
         self.intents: dict[int, list[fmt.Intent]] = {}
         self._ids: set[str] = set()
         self._columns: list[tuple[np.ndarray, ...]] = []
+        self._unsorted_tokens = 0
+        self._parts: list[list[np.ndarray]] = []  # of each trajectory, rows of type _ROW
+        self._lengths: list[int] = []
 
     def add(self, records: Sequence[fmt.Record]) -> None:
         """Consecutive records of one shape."""
@@ -103,7 +111,7 @@ class _Replay:
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             indices = np.arange(len(ids)) - starts + np.repeat(indices, counts)
             numbers = np.repeat(numbers, counts)
-        self._columns.append((numbers, indices, ids, raw, sampled, np.ones(len(ids), np.uint8)))
+        self._append(numbers, indices, ids, raw, sampled, np.ones(len(ids), np.uint8))
 
     def _add(self, record: fmt.Record) -> None:
         if record.type == fmt.ADMIT:
@@ -113,12 +121,14 @@ class _Replay:
                                   found=f"number {admit.number}, id {admit.trajectory_id}")  # fmt: skip
             self.admits.append(admit)
             self._ids.add(admit.trajectory_id)
+            self._parts.append([])
+            self._lengths.append(0)
         elif record.type == fmt.OBSERVATION:
             number, first, ids = fmt.decode_observation(record)
             zeros = np.zeros(len(ids), np.float32)
             numbers = np.full(len(ids), self._known_number(record, number), np.uint32)
             indices, mask = first + np.arange(len(ids)), np.zeros(len(ids), np.uint8)
-            self._columns.append((numbers, indices, ids, zeros, zeros, mask))
+            self._append(numbers, indices, ids.copy(), zeros, zeros, mask)
         elif record.type == fmt.INTENT:
             number, intent = fmt.decode_intent(record)
             self.intents.setdefault(self._known_number(record, number), []).append(intent)
@@ -143,58 +153,94 @@ class _Replay:
         self._known([record], np.array([[number]]))
         return number
 
-    def trajectories(self, name: str) -> list[LoggedTrajectory]:
-        empty = tuple(np.empty(0, d) for d in ("u4", "i8", "i4", "f4", "f4", "u1"))
-        parts = self._columns or [empty]
-        numbers, indices, *columns = (np.concatenate([p[i] for p in parts]) for i in range(6))
+    def _append(self, numbers: np.ndarray, *columns: np.ndarray) -> None:
+        self._columns.append((numbers, *columns))
+        self._unsorted_tokens += len(numbers)
+        if self._unsorted_tokens >= _SORTED_TOKENS:
+            self._sort()
+
+    def _sort(self) -> None:
+        """Columns (trajectory numbers, indices, ids, two log-probabilities, mask) into `_parts`."""
+        if not self._columns:
+            return
+        numbers, indices, *columns = (np.concatenate(parts) for parts in zip(*self._columns, strict=True))
+        self._columns, self._unsorted_tokens = [], 0
         order = np.argsort(numbers, kind="stable")
         lengths = np.bincount(numbers, minlength=len(self.admits))
-        starts = np.cumsum(lengths) - lengths
-        out_of_place = np.flatnonzero(indices[order] != np.arange(len(order)) - np.repeat(starts, lengths))
+        ends = np.cumsum(lengths)
+        places = np.arange(len(order)) + np.repeat(np.array(self._lengths) - ends + lengths, lengths)
+        out_of_place = np.flatnonzero(indices[order] != places)
         if len(out_of_place):
             at = order[out_of_place[0]]
             admit = self.admits[numbers[at]]
-            raise FormatError(f"{name}, trajectory {admit.trajectory_id}", expected="its tokens one after another",
+            raise FormatError(f"{self.name}, trajectory {admit.trajectory_id}", expected="its tokens one after another",
                               found=f"a gap or a repetition at token {indices[at]}")  # fmt: skip
+        rows = np.empty(len(order), _ROW)
+        for field_name, column in zip(_ROW.names or (), columns, strict=True):
+            rows[field_name] = column[order]
+        for number in np.flatnonzero(lengths).tolist():
+            length = int(lengths[number])
+            self._parts[number].append(rows[ends[number] - length : ends[number]].copy())
+            self._lengths[number] += length
+
+    def trajectories(self) -> list[LoggedTrajectory]:
+        """To be called once: the parts of a trajectory are given up as it is put together."""
+        self._sort()
         out = []
-        for admit, start, length in zip(self.admits, starts.tolist(), lengths.tolist(), strict=True):
-            rows = order[start : start + length]
-            ids, raw, sampled, mask = (column[rows] for column in columns)
+        for admit, parts, length in zip(self.admits, self._parts, self._lengths, strict=True):
             tokens, reason, where = self.finishes.get(admit.number, (length, None, ""))
             if tokens != length:
                 raise FormatError(where, expected=f"{tokens} response tokens", found=f"{length} in the log")
-            out.append(LoggedTrajectory(admit, ids.astype(np.int32), raw.astype(np.float32), sampled.astype(np.float32),
-                                        mask, reason, self.spills.get(admit.number),
+            rows = np.concatenate(parts) if parts else np.empty(0, _ROW)
+            parts.clear()
+            ids, raw, sampled, mask = (np.ascontiguousarray(rows[field_name]) for field_name in _ROW.names or ())
+            out.append(LoggedTrajectory(admit, ids, raw, sampled, mask, reason, self.spills.get(admit.number),
                                         self.intents.get(admit.number, [])))  # fmt: skip
         return out
 
 
-def recover(segments: Sequence[tuple[str, bytes]], name: str) -> Recovered:
-    """Replays one log from (file name, bytes) of its segments in order of their numbers.
+def recover(segments: Iterable[tuple[str, bytes]], name: str) -> Recovered:
+    """Replays one log from (file name, bytes) of its segments in order of their numbers, two of them at a time.
 
     Raises FormatError, naming file and offset, for damage before the last durable record and for a log without its
     whole first segment.
     """
-    last = len(segments) - 1
-    scanned = [fmt.scan_segment(data, n, is_last=i == last and i > 0) for i, (n, data) in enumerate(segments)]
-    replay, last_sequence = _Replay(), 0
-    for _, run in groupby(fmt.replay_order(scanned, name), fmt.shape):
-        records = list(run)
-        replay.add(records)
-        last_sequence = records[-1].sequence
-    trajectories = replay.trajectories(name)
-    header = scanned[0].header
+    replay = _Replay(name)
+    header, last_sequence, num_segments, torn_bytes = None, 0, 0, 0
+    for segment in fmt.chained(_scanned(segments), name):
+        for _, run in groupby(segment.records, fmt.shape):
+            while records := list(islice(run, _REPLAYED_RECORDS)):
+                replay.add(records)
+                last_sequence = records[-1].sequence
+        header = header or segment.header
+        num_segments, torn_bytes = num_segments + 1, segment.torn_bytes
     assert header is not None  # segment 0 was scanned as one that must be whole
-    return Recovered(name, header.log, trajectories, last_sequence, len(segments), scanned[-1].torn_bytes)
+    return Recovered(name, header.log, replay.trajectories(), last_sequence, num_segments, torn_bytes)
+
+
+def _scanned(segments: Iterable[tuple[str, bytes]]) -> Iterator[fmt.Segment]:
+    """Each when the next one is there: the last alone may end early, and never the first."""
+    held = None
+    for index, (segment_name, data) in enumerate(segments):
+        if held is not None:
+            yield fmt.scan_segment(held[1], held[0], is_last=False)
+        held = segment_name, data, index
+    if held is not None:
+        yield fmt.scan_segment(held[1], held[0], is_last=held[2] > 0)
+
+
+def segments_of(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Segments of a local log in order, none when the folder holds no whole first one. Raises StoreError."""
+    try:
+        for path in sorted(folder.glob("*.seg")):
+            yield str(path), path.read_bytes()
+    except OSError as error:
+        raise StoreError(str(folder), expected="a readable log", found=str(error)) from error
 
 
 def read_folder(folder: Path) -> list[tuple[str, bytes]]:
-    """Segments of a local log in order, empty when the folder holds no whole first segment. Raises StoreError."""
-    try:
-        paths = sorted(folder.glob("*.seg"))
-        return [(str(path), path.read_bytes()) for path in paths]
-    except OSError as error:
-        raise StoreError(str(folder), expected="a readable log", found=str(error)) from error
+    """All of `segments_of` at once."""
+    return list(segments_of(folder))
 
 
 def base_segment(recovered: Recovered | None, header: fmt.LogHeader, salt: bytes) -> tuple[bytes, int]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,14 @@ from ml.rollout.spill import KvLayout, SpilledKv, decode_kv
 from ml.rollout.together import dismiss
 from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_format import Spill, prompt_digest
-from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, read_folder, recover
+from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, recover, segments_of
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError
 from tasks.ranks.process import Say, run_rank, say
 from tasks.ranks.rollout_results import Response, publish
 from tasks.ranks.shared_student import load_student
 from tasks.rewards import Rewarder
-from tasks.wal import local_log, stored_log
+from tasks.wal import local_log, stored_segments
 
 _REPORT_SECONDS = 0.25
 #: How the finish record of a trajectory that was given up begins; the rest says why.
@@ -124,17 +124,22 @@ def newest_log(
     of that epoch's log must hold them. Raises FormatError for a damaged copy, ContractError for another run's log.
     """
     for epoch in range(header.epoch - 1, 0, -1):
-        local = read_folder(local_log(scratch, owned, epoch))
-        stored = stored_log(store, owned, epoch)
-        copies = [recover(segments, Path(segments[0][0]).parent.as_posix()) for segments in (local, stored) if segments]
-        if copies:
-            log = max(copies, key=lambda copy: copy.last_sequence)
+        local = _recovered(segments_of(local_log(scratch, owned, epoch)))
+        stored = _recovered(stored_segments(store, owned, epoch))
+        if local is not None or stored is not None:
+            log = max((copy for copy in (local, stored) if copy), key=lambda copy: copy.last_sequence)
             if log.header != replace(header, epoch=epoch):
                 raise ContractError(log.name, expected=str(replace(header, epoch=epoch)), found=str(log.header))
-            if local and acknowledged is not None and acknowledged["epoch"] == epoch:
+            if local is not None and acknowledged is not None and acknowledged["epoch"] == epoch:
                 log.require(acknowledged["tokens"])
             return log
     return None
+
+
+def _recovered(segments: Iterator[tuple[str, bytes]]) -> Recovered | None:
+    """None for a log without a segment."""
+    first = next(segments, None)
+    return first and recover(chain([first], segments), Path(first[0]).parent.as_posix())
 
 
 class Worker:

@@ -7,6 +7,7 @@ import itertools
 import struct
 import threading
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from ml.rollout import wal_format as fmt
 from ml.rollout.wal import LogHeader, TokenLog
-from ml.rollout.wal_recovery import Recovered, base_segment, read_folder, recover
+from ml.rollout.wal_recovery import Recovered, base_segment, read_folder, recover, segments_of
 from schemas.errors import ContractError, FormatError, StoreError
 
 HEADER = LogHeader("nightly-7", 3, 11, 2, "c0ffee" * 10)
@@ -261,6 +262,50 @@ def test_round_trip_of_any_script_and_of_its_base(tmp_path_factory, script, segm
     assert as_plain(again)["trajectories"] == want
     assert decode_by_prose([base]) == as_plain(again)
     assert base_segment(again, heir, b"saltsalt")[0] == base
+
+
+@pytest.mark.parametrize(("sorted_tokens", "replayed_records"), [(1, 1), (5, 2), (1 << 30, 1 << 30)])
+def test_replay_in_parts_of_any_size(tmp_path, monkeypatch, sorted_tokens, replayed_records):
+    monkeypatch.setattr("ml.rollout.wal_recovery._SORTED_TOKENS", sorted_tokens)
+    monkeypatch.setattr("ml.rollout.wal_recovery._REPLAYED_RECORDS", replayed_records)
+    with TokenLog(tmp_path / "log", HEADER, seal_seconds=60) as log:
+        want = apply_script(log, SCRIPT)
+    assert as_plain(recover(segments_of(tmp_path / "log"), "log"))["trajectories"] == want
+
+
+def test_recovery_holds_two_segments_at_a_time(tmp_path, monkeypatch):
+    """Of a log of many, in little more memory than what it says: 13 bytes a token, and not much more on the way."""
+    monkeypatch.setattr("ml.rollout.wal_recovery._SORTED_TOKENS", 1 << 14)
+    steps, sequences = 4000, 64
+    with TokenLog(tmp_path / "log", HEADER, seal_seconds=60, segment_bytes=200_000) as log:
+        numbers = [log.admit(str(i), prompt_digest=bytes(32), prompt_tokens=1) for i in range(sequences)]
+        ids, logprobs = np.arange(sequences), np.zeros(sequences, np.float32)
+        for step in range(steps):
+            sequence = log.append_step(numbers, np.full(sequences, step), ids, logprobs, logprobs)
+            if step % 50 == 49:
+                log.wait_local(sequence)
+    alive: list[int] = []
+
+    class Segment(bytes):
+        def __del__(self) -> None:
+            alive.remove(0)
+
+    def segments():
+        for name, data in segments_of(tmp_path / "log"):
+            alive.append(0)
+            assert len(alive) <= 3  # two held, and this one
+            yield name, Segment(data)
+
+    recovered = recover(segments(), "log")
+    assert recovered.num_segments > 20
+    assert recovered.num_tokens == steps * sequences
+    assert not alive
+    tracemalloc.start()
+    recovered = recover(segments_of(tmp_path / "log"), "log")
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 14 * recovered.num_tokens
+    assert peak < 22 * recovered.num_tokens
 
 
 def test_heir_continues_its_predecessor(tmp_path):
