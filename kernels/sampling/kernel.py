@@ -31,6 +31,7 @@ _LARGEST_U = tl.constexpr(1 - 2.0**-24)
 _PART = 1024
 _WARPS = 1
 _CUT_BLOCK = 4096
+_CUT_WARPS = 16
 
 
 def sample(
@@ -238,8 +239,9 @@ def _cut(scaled_SV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     share = round(top_p * 2**53)
     flags: dict[str, Any] = {"RANK": 0 < top_k < num_ids, "SHARE": top_p < 1.0}
     _keep[(rows,)](
-        scaled_SV, kept_SV, scaled_SV.stride(0), num_ids, top_k, share, BLOCK=_CUT_BLOCK, num_warps=16, **flags
-    )
+        scaled_SV, kept_SV, scaled_SV.stride(0), num_ids, top_k, share,
+        BLOCK=_CUT_BLOCK, num_warps=_CUT_WARPS, **flags,
+    )  # fmt: skip
     return kept_SV
 
 
@@ -264,12 +266,12 @@ def _keep(
         id_B = first + tl.arange(0, BLOCK)
         top_B = tl.maximum(top_B, tl.load(x_ptr + id_B, mask=id_B < num_ids, other=float("-inf")))
     top = tl.max(top_B, 0)
-    least = tl.full((), 0, tl.int64)
+    least = tl.full((), 0, tl.uint32)
     equals = tl.full((), 1 << 40, tl.int64)
     if RANK:
-        least = _least(x_ptr, num_ids, top, tl.full((), 0, tl.int64) + top_k, True, BLOCK)
+        least = _least(x_ptr, num_ids, top, top_k, True, BLOCK)
         above, _ = _sums(x_ptr, num_ids, top, least, True, BLOCK)
-        equals = top_k - above
+        equals = (top_k - above).to(tl.int64)
     if SHARE:
         above, same = _sums(x_ptr, num_ids, top, least, False, BLOCK)
         total = above + same
@@ -300,25 +302,29 @@ def _keep(
 
 @triton.jit
 def _rank(x_B):
-    """Whole numbers from 0 to 2^32 - 1 in the order of the values; -0 counts as 0."""
+    """uint32 in the order of the values; -0 counts as 0."""
     bits_B = (x_B + 0.0).to(tl.int32, bitcast=True)
-    ordered_B = tl.where(bits_B < 0, ~bits_B, bits_B | -(2**31))
-    return ordered_B.to(tl.int64) & 0xFFFFFFFF
+    return tl.where(bits_B < 0, ~bits_B, bits_B | -(2**31)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _weight(x_B, top, COUNT: tl.constexpr):
-    """One, or the probability over the largest one in units of 2^-43: whole numbers, whose sums keep their bits."""
+    """One, or the probability over the largest one in units of 2^-43: whole numbers, whose sums keep their bits.
+
+    int32 or int64: a step of `_least` has little else to do than add them.
+    """
     if COUNT:
-        return tl.full(x_B.shape, 1, tl.int64)
-    return (tl.exp2((x_B - top) * _LOG2_E) * 2.0**43).to(tl.int64)
+        weight_B = tl.full(x_B.shape, 1, tl.int32)
+    else:
+        weight_B = (tl.exp2((x_B - top) * _LOG2_E) * 2.0**43).to(tl.int64)
+    return weight_B
 
 
 @triton.jit
 def _sums(x_ptr, num_ids, top, rank, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Weights of the values above a rank, and at it."""
-    above_B = tl.zeros([BLOCK], tl.int64)
-    same_B = tl.zeros([BLOCK], tl.int64)
+    above_B = tl.zeros([BLOCK], tl.int32 if COUNT else tl.int64)
+    same_B = tl.zeros([BLOCK], tl.int32 if COUNT else tl.int64)
     for first in tl.range(0, num_ids, BLOCK):
         id_B = first + tl.arange(0, BLOCK)
         inside_B = id_B < num_ids
@@ -332,12 +338,12 @@ def _sums(x_ptr, num_ids, top, rank, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _least(x_ptr, num_ids, top, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The highest rank from which on the weights reach `wanted`, two bits a pass over the row."""
-    found = tl.full((), 0, tl.int64)
-    for step in tl.range(0, 16):
-        unit = tl.full((), 1, tl.int64) << (30 - 2 * step)
-        one_B = tl.zeros([BLOCK], tl.int64)
-        two_B = tl.zeros([BLOCK], tl.int64)
-        three_B = tl.zeros([BLOCK], tl.int64)
+    found = tl.full((), 0, tl.uint32)
+    unit = tl.full((), 1 << 30, tl.uint32)
+    for _ in tl.range(0, 16):
+        one_B = tl.zeros([BLOCK], tl.int32 if COUNT else tl.int64)
+        two_B = tl.zeros([BLOCK], tl.int32 if COUNT else tl.int64)
+        three_B = tl.zeros([BLOCK], tl.int32 if COUNT else tl.int64)
         for first in tl.range(0, num_ids, BLOCK):
             id_B = first + tl.arange(0, BLOCK)
             inside_B = id_B < num_ids
@@ -347,6 +353,7 @@ def _least(x_ptr, num_ids, top, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr
             two_B += tl.where(rank_B >= found + 2 * unit, weight_B, 0)
             three_B += tl.where(rank_B >= found + 3 * unit, weight_B, 0)
         one, two, three = tl.sum(one_B, 0), tl.sum(two_B, 0), tl.sum(three_B, 0)
-        digit = (one >= wanted).to(tl.int64) + (two >= wanted).to(tl.int64) + (three >= wanted).to(tl.int64)
+        digit = (one >= wanted).to(tl.uint32) + (two >= wanted).to(tl.uint32) + (three >= wanted).to(tl.uint32)
         found += digit * unit
+        unit = unit >> 2
     return found
