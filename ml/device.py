@@ -6,12 +6,14 @@ tensors, inside `kernels`.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -100,6 +102,23 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised, on the host; page-locked where the device is a GPU, which can then copy beside other work."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def plain_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised, in ordinary host memory, which costs a fraction of page-locked memory to get."""
+    # numpy asks for huge pages, so that gigabytes are touched for the first time in few steps.
+    num_bytes = dtype.itemsize * math.prod(shape)
+    return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype).view(tuple(shape))
+
+
+def copy_to_host(tensor: torch.Tensor, out: torch.Tensor) -> None:
+    """Into ordinary host memory; from a GPU by way of page-locked memory of the tensor's size. Waits for it."""
+    if tensor.device.type == "cuda":
+        staged = host_buffer(tensor.shape, tensor.dtype, tensor.device)
+        staged.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        tensor = staged
+    out.copy_(tensor)
 
 
 def wait_for(device: torch.device) -> None:

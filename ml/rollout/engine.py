@@ -235,11 +235,14 @@ class RolloutEngine:
         self._note_acknowledged()
         return {i: t.durable for i, t in self._known.items()}
 
-    def kept_kv(self, trajectory_id: str) -> SpilledKv:
-        """KV of an unfinished trajectory's kept positions, on the host; steps in flight are waited for and dropped."""
+    def kept_kv(self, trajectory_id: str, *, to_return: bool = True) -> SpilledKv:
+        """KV of an unfinished trajectory's kept positions, on the host; steps in flight are waited for and dropped.
+
+        to_return: in memory from which it is soon on the device again; else in memory that is had in less time.
+        """
         self._drop_in_flight()
-        trajectory = self._unfinished[trajectory_id]
-        return trajectory.kv or SpilledKv(*self._runner.read_kv(trajectory.pages, trajectory.num_kept))
+        t = self._unfinished[trajectory_id]
+        return t.kv or SpilledKv(*self._runner.read_kv(t.pages, t.num_kept, to_return=to_return))
 
     def running(self) -> dict[str, int]:
         """Positions in the cache of each trajectory there, the oldest first: that one goes on with every step."""
@@ -262,7 +265,7 @@ class RolloutEngine:
         def encode(trajectory_id: str, kv: SpilledKv) -> list[memoryview]:
             return encode_kv(kv, self.kv_layout, trajectory_id, self._unfinished[trajectory_id].tokens)
 
-        return write_spills(queue, self.kept_kv, encode, write)
+        return write_spills(queue, lambda i: self.kept_kv(i, to_return=False), encode, write)
 
     # --- the parts of a step
 

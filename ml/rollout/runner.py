@@ -28,7 +28,7 @@ import torch
 from kernels.paged_attention import paged_attention
 from kernels.rows import rotate_into_pages
 from kernels.sampling import sample
-from ml.device import host_buffer, to_device, to_host, wait_for
+from ml.device import copy_to_host, host_buffer, plain_buffer, to_device, to_host, wait_for
 from ml.model import Rotation, Transformer
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
@@ -162,15 +162,24 @@ class Runner:
         ids_R, raw_R, sampled_R = ticket.results()
         return Collected(ids_R, raw_R.view(np.float32), sampled_R.view(np.float32))
 
-    def read_kv(self, pages: Seq[int], num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of positions 0..num_positions-1 as the launched steps leave them, [M, L, G, C] on the host,
-        where they come page-locked from a GPU."""
-        shape = num_positions, self.k_LPTGC.shape[0], *self.k_LPTGC.shape[3:]
-        k_MLGC, v_MLGC = (host_buffer(shape, self.k_LPTGC.dtype, self.device) for _ in range(2))
+    def read_kv(
+        self, pages: Seq[int], num_positions: int, *, to_return: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of positions 0..num_positions-1 as the launched steps leave them, [M, L, G, C] on the host.
+
+        to_return: they come page-locked from a GPU, to go back as fast; else in memory that is had in less time.
+        """
+        shape, dtype = (num_positions, self.k_LPTGC.shape[0], *self.k_LPTGC.shape[3:]), self.k_LPTGC.dtype
+        k_MLGC, v_MLGC = (
+            host_buffer(shape, dtype, self.device) if to_return else plain_buffer(shape, dtype) for _ in range(2)
+        )
         for rows, slots_M in self._cache_slots(pages, num_positions):
             for cache, host_MLGC in ((self.k_LPTGC, k_MLGC), (self.v_LPTGC, v_MLGC)):
                 kept_MLGC = cache.flatten(1, 2).index_select(1, slots_M).transpose(0, 1).contiguous()
-                host_MLGC[rows].copy_(kept_MLGC, non_blocking=True)
+                if to_return:
+                    host_MLGC[rows].copy_(kept_MLGC, non_blocking=True)
+                else:
+                    copy_to_host(kept_MLGC, host_MLGC[rows])
         wait_for(self.device)
         return k_MLGC, v_MLGC
 

@@ -29,7 +29,7 @@ from schemas.errors import ContractError, FormatError
 FORMAT = "opd-kv-1"
 #: Spills on their way at once. A digest keeps up with a fast disk, but one connection to S3 with a tenth of that.
 WRITERS = 8
-#: Bytes of KV that are on their way at once, unless one spill alone has more: they lie in page-locked memory.
+#: Bytes of KV that are on their way at once, unless one spill alone has more: the host holds a copy of them.
 _RUNNING_BYTES = 4 << 30
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
@@ -260,7 +260,9 @@ def encode_kv(kv: SpilledKv, layout: KvLayout, trajectory_id: str, token_ids: Se
         "k": (layout.dtype, _to_numpy(kv.k_MLGC)),
         "v": (layout.dtype, _to_numpy(kv.v_MLGC)),
     }
-    crcs = {f"crc_{name}": str(_crc(array)) for name, (_, array) in tensors.items()}
+    with ThreadPoolExecutor(len(tensors)) as threads:
+        found = threads.map(_crc, (array for _, array in tensors.values()))
+        crcs = {f"crc_{name}": str(crc) for name, crc in zip(tensors, found, strict=True)}
     identity = {"format": FORMAT, "trajectory_id": trajectory_id, "student_digest": layout.student_digest,
                 "ranks": str(layout.ranks)}  # fmt: skip
     return shards.encode_parts(tensors, identity | crcs)

@@ -46,10 +46,12 @@ class LeadRunner(Runner):
         self._tell("run", rows)
         return super().run(rows)
 
-    def read_kv(self, pages: Seq[int], num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Runner's: keys and values of all heads."""
+    def read_kv(
+        self, pages: Seq[int], num_positions: int, *, to_return: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Runner's: keys and values of all heads, gathered in ordinary memory."""
         self._tell("read_kv", list(pages), num_positions)
-        return _gather_heads(self, super().read_kv(pages, num_positions))
+        return _gather_heads(self, super().read_kv(pages, num_positions, to_return=False))
 
     def write_kv(self, pages: Seq[int], k_MLGC: torch.Tensor, v_MLGC: torch.Tensor) -> None:
         """As Runner's, from keys and values of all heads."""
@@ -84,7 +86,7 @@ def follow(model: Transformer) -> None:
             continue
         assert runner is not None
         if command == "read_kv":
-            _gather_heads(runner, runner.read_kv(*arguments))
+            _gather_heads(runner, runner.read_kv(*arguments, to_return=False))
         elif command == "write_kv":
             pages, shape, dtype = arguments
             kv = (torch.empty(shape, dtype=dtype) for _ in range(2))

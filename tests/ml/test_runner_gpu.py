@@ -80,3 +80,18 @@ def test_a_partition_left_in_flight_leaves_nothing(model, poisoned):
         one._runner.tables.fill_(3)
     one.begin(MemoryLog())
     assert sampled(one, partition(1)) == wanted
+
+
+def test_kv_is_read_by_either_way(model):
+    """More positions than are copied at once."""
+    config = EngineConfig.on(torch.device("cuda"), max_sequences=1, page_tokens=64, num_pages=160)
+    one = RolloutEngine(model, config, PLAIN, (), VOCAB, MemoryLog())
+    one.add(Request("long", tuple(i % VOCAB for i in range(9000)), 1, 100))
+    while one.live()["long"] < 5:
+        one.step()
+    locked, plain = (one.kept_kv("long", to_return=to_return) for to_return in (True, False))
+    assert locked.positions == plain.positions > 9000
+    assert locked.k_MLGC.is_pinned()
+    assert not plain.k_MLGC.is_pinned()
+    assert torch.equal(locked.k_MLGC, plain.k_MLGC)
+    assert torch.equal(locked.v_MLGC, plain.v_MLGC)

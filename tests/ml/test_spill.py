@@ -265,7 +265,7 @@ def test_a_disk_is_not_shared_by_more_than_it_has_time_for():
     assert len(store.drain(queue)) == 1 + 5
 
 
-def test_more_kv_than_fits_page_locked_memory_goes_alone():
+def test_more_kv_than_the_host_should_hold_goes_alone():
     gib = 1 << 30
     store = Uploads(bytes_per_s=gib)
     sizes = [1, 1, 1, 1, 1, 9]
