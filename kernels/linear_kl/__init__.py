@@ -80,8 +80,7 @@ def linear_kl(
     both gradients of FP8 operands; "fp8" makes both logits of FP8 operands too, so that the KL itself is off: an
     approximation, whose bias kernels/BENCH.md states. FP8 means E4M3 with power-of-two scales, fp32 sums: blocks of
     1 x 128 along the sum for the gradient of the logits and for states in logits, tiles of 128 x 128 for heads and
-    for states in w_VD's gradient, where a tile is 128 tokens. D and E must be multiples of 16 and
-    vocab_size at least 128 then.
+    for states in w_VD's gradient, where a tile is 128 tokens. D and E must be multiples of 16 then.
 
     impl: "kernel" on CUDA and "reference" elsewhere unless named. The result does not depend on N's chunking
     beyond rounding. Raises ContractError for heads without a shared vocabulary, ValueError for shapes, devices
@@ -92,8 +91,6 @@ def linear_kl(
         raise ValueError(f"divergence {divergence!r} is neither 'reverse' nor 'forward'")
     if precision not in ("exact", "fp8_gradients", "fp8"):
         raise ValueError(f"precision {precision!r} is none of 'exact', 'fp8_gradients' and 'fp8'")
-    if precision != "exact" and vocab_size < 128:
-        raise ValueError(f"a vocabulary of {vocab_size} is less than one block of 128 for FP8 products")
     if precision != "exact" and (h_ND.shape[1] % 16 or t_NE.shape[1] % 16):
         raise ValueError(f"widths {h_ND.shape[1]} and {t_NE.shape[1]} must be multiples of 16 for FP8 products")
     if not temperature > 0 or chunk_bytes <= 0:

@@ -51,12 +51,11 @@ def tile_scales(num_rows: int, num_columns: int) -> tuple[int, int]:
     return -(-num_rows // BLOCK), -(-num_columns // (4 * BLOCK)) * 4
 
 
-def tiles(x_MD: torch.Tensor, padded_rows: int, dtype: torch.dtype) -> Fp8:
-    """The values of x in dtype in tiles, summed over D: [padded_rows, D], zeros past x's rows."""
-    M, D = padded_rows, x_MD.shape[1]
-    codes = torch.empty(M, D, dtype=torch.float8_e4m3fn, device=x_MD.device)
-    out = Fp8(codes, torch.empty(tile_scales(M, D), dtype=torch.float32, device=x_MD.device), tiles=True)
-    _write_tiles(x_MD, M, out, dtype, turned=False)
+def tiles(x_MD: torch.Tensor, codes_MD: torch.Tensor, dtype: torch.dtype) -> Fp8:
+    """The values of x in dtype in tiles, summed over D; written to codes, which end in zeros past x's rows."""
+    scales = torch.empty(tile_scales(*codes_MD.shape), dtype=torch.float32, device=x_MD.device)
+    out = Fp8(codes_MD, scales, tiles=True)
+    _write_tiles(x_MD, len(codes_MD), out, dtype, turned=False)
     return out
 
 

@@ -8,7 +8,8 @@ Rows go in slabs of G tokens, a slab's logits in chunks of L <= G:
 Two sizes because the products want different things: logits cost 8 bytes each and are satisfied with L rows, while
 dW is read and written whole once a slab, so a slab is long and holds only dz. All buffers lie in one workspace a
 device and stream, allocated once. Rows are padded to a multiple of 16, or 128 for FP8, with weight 0. In FP8 the last
-two products go through the vocabulary in parts, whose turned operands are made as they are needed.
+two products go through the vocabulary in parts, whose turned operands are made as they are needed; and where one slab
+takes the whole batch, logits and the FP8 heads lie where dW will be, since they are done with before dW is written.
 
 Legend: N packed tokens, G tokens of a slab, L tokens of a chunk, D student width, E teacher width, V vocabulary.
 """
@@ -50,15 +51,15 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
     columns = _columns(plan)
     kl_N = torch.empty(N, dtype=torch.float32, device=device)
     grad_h_ND = torch.empty_like(h_ND, memory_format=torch.contiguous_format) if plan.want_h else None
+    if N == 0:
+        return kl_N, grad_h_ND, torch.zeros(w_VD.shape, device=device) if plan.want_w else None
     grad_w_VD = None
     if plan.want_w:
         # A product that fills whole blocks of rows writes zeros past the vocabulary.
         rows = max(w_VD.shape[0], columns) if plan.fp8_gradients else w_VD.shape[0]
         grad_w_VD = torch.empty(rows, w_VD.shape[1], dtype=torch.float32, device=device)
-        grad_w_VD[V if N else 0 :].zero_()
-    if N == 0:
-        return kl_N, grad_h_ND, None if grad_w_VD is None else grad_w_VD[: w_VD.shape[0]]
-    heads, space = _Heads.of(h_ND, w_VD, t_NE, u_VE, plan), _Workspace.of(h_ND, t_NE, columns, plan)
+    room = _Room.of(h_ND, t_NE, columns, plan, grad_w_VD)
+    heads, space = _Heads.of(h_ND, w_VD, t_NE, u_VE, plan, room), _Workspace.of(h_ND, t_NE, columns, plan, room)
     for first in range(0, N, space.slab_rows):
         rows = min(space.slab_rows, N - first)
         padded = -(-rows // space.row_step) * space.row_step
@@ -89,7 +90,10 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
                 _add(dz_GV[:, :V].t(), h_GD, grad_w_VD[:V], first > 0, recurring)
         if grad_h_ND is not None:
             grad_h_ND[first : first + rows] = grad_h_GD[:rows]
-    return kl_N, grad_h_ND, None if grad_w_VD is None else grad_w_VD[: w_VD.shape[0]]
+    if grad_w_VD is None:
+        return kl_N, grad_h_ND, None
+    grad_w_VD[V:].zero_()
+    return kl_N, grad_h_ND, grad_w_VD[: w_VD.shape[0]]
 
 
 def _fp8_gradients(space, dz_GV, h_GD, w_VD, grad_h_GD, grad_w_VD, plan, accumulate, recurring):
@@ -129,6 +133,28 @@ def release_workspaces() -> None:
     _buffers.clear()
 
 
+class _Room:
+    """The memory of a head gradient that is not written before all logits are done with, handed out from its start."""
+
+    def __init__(self, grad_w_VD: torch.Tensor):
+        self.left = grad_w_VD.view(-1).view(torch.uint8)
+
+    @staticmethod
+    def of(h_ND, t_NE, columns, plan, grad_w_VD) -> _Room | None:
+        """None where the batch takes one slab as it is, or several anyway, or where chunks would have fewer rows."""
+        if grad_w_VD is None or not plan.fp8_gradients:
+            return None
+        chunk_rows, slab_rows, most_rows = _rows(h_ND, columns, plan)
+        heads = (h_ND.shape[1] + t_NE.shape[1]) * columns if plan.fp8_logits else 0
+        enough = 4 * grad_w_VD.numel() >= heads + 8 * columns * chunk_rows
+        return _Room(grad_w_VD) if enough and slab_rows < h_ND.shape[0] <= most_rows else None
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        size = rows * columns * dtype.itemsize
+        taken, self.left = self.left[:size], self.left[size:]
+        return taken.view(dtype).view(rows, columns)
+
+
 @dataclass(frozen=True)
 class _Heads:
     """The heads as the products of logits take them."""
@@ -137,10 +163,12 @@ class _Heads:
     teacher_EV: torch.Tensor | Fp8
 
     @staticmethod
-    def of(h_ND, w_VD, t_NE, u_VE, plan) -> _Heads:
+    def of(h_ND, w_VD, t_NE, u_VE, plan, room: _Room | None) -> _Heads:
         V, columns = plan.vocab_size, _columns(plan)
-        of_values = _tiles if plan.fp8_logits else _values
-        student_VD, teacher_VE = (of_values(x, V, y.dtype, columns) for x, y in ((w_VD, h_ND), (u_VE, t_NE)))
+        student_VD, teacher_VE = (
+            _tiles(x, V, y.dtype, columns, room) if plan.fp8_logits else _values(x, V, y.dtype, columns)
+            for x, y in ((w_VD, h_ND), (u_VE, t_NE))
+        )
         return _Heads(student_VD.t(), teacher_VE.t())
 
 
@@ -169,37 +197,27 @@ class _Workspace:
     turned_h_scales: torch.Tensor | None = None
 
     @staticmethod
-    def of(h_ND, t_NE, columns, plan) -> _Workspace:
-        """Buffers for `chunk_bytes` of logits and dz (at least a few rows), the same addresses at every call."""
-        row_step, per_slab, dtype = _ROW_STEP, _CHUNKS_PER_SLAB, h_ND.dtype
-        dz_row_bytes = columns * dtype.itemsize
+    def of(h_ND, t_NE, columns, plan, room: _Room | None) -> _Workspace:
+        """Buffers for `chunk_bytes` of logits and dz (at least a few rows), the same addresses at every such call."""
+        row_step, dtype = _ROW_STEP, h_ND.dtype
         if plan.fp8_gradients:
-            row_step, per_slab, dtype = fp8.BLOCK, _CHUNKS_PER_FP8_SLAB, torch.float8_e4m3fn
+            row_step, dtype = fp8.BLOCK, torch.float8_e4m3fn
             part_columns = fp8.part_columns(columns)
-            # Scales take a 32nd of the codes.
-            dz_row_bytes = columns * 33 // 32
-        chunk_rows = plan.chunk_bytes // (8 * columns + dz_row_bytes * per_slab)
-        step = _ROW_STEP
-        if plan.fp8_gradients:
-            # Products in FP8 waste what is missing to a multiple of 128 rows.
-            step = fp8.BLOCK if chunk_rows >= fp8.BLOCK else _ROW_STEP
-        chunk_rows = max(min(chunk_rows, _MAX_CHUNK_ROWS) // step * step, step)
-        slab_rows = chunk_rows * per_slab
+        chunk_rows, slab_rows, most_rows = _rows(h_ND, columns, plan)
+        if room is not None:
+            chunk_rows, slab_rows = _whole_rows(room.left.numel() // (8 * columns), plan), most_rows
         slices = -(-columns // _SLICE)
         f32, D, E = torch.float32, h_ND.shape[1], t_NE.shape[1]
         of_slab = {
             "dz_GV": (slab_rows, columns, dtype),
             "h_GD": (slab_rows, D, h_ND.dtype),
             "weight_G": (1, slab_rows, f32),
-        }
-        of_chunk = {
-            "student_LV": (chunk_rows, columns, f32),
-            "teacher_LV": (chunk_rows, columns, f32),
             "t_LE": (chunk_rows, E, t_NE.dtype),
             "kl_L": (1, chunk_rows, f32),
             "partial_L": (chunk_rows, slices * 8, f32),
             "arrived_L": (1, chunk_rows + 1, torch.int32),
         }
+        of_logits = dict.fromkeys(("student_LV", "teacher_LV"), (chunk_rows, columns, f32))
         of_gradients = {"grad_h_GD": (slab_rows, D, f32 if plan.fp8_gradients else h_ND.dtype)}
         if plan.fp8_gradients:
             of_slab["dz_scales"] = (columns // fp8.BLOCK, slab_rows, f32)
@@ -212,20 +230,22 @@ class _Workspace:
                 "turned_h_scales": (*fp8.tile_scales(D, slab_rows), f32),
             }
         # Logits are done with when a slab's gradients begin, so both lie in one place.
+        views = {} if room is None else {name: room.take(*shape) for name, shape in of_logits.items()}
         offsets, slab_end = _place(of_slab, 0)
-        chunk_offsets, chunk_end = _place(of_chunk, slab_end)
+        logits_offsets, logits_end = _place({} if views else of_logits, slab_end)
         gradient_offsets, gradient_end = _place(of_gradients, slab_end)
-        offsets |= chunk_offsets | gradient_offsets
-        total = max(chunk_end, gradient_end)
+        offsets |= logits_offsets | gradient_offsets
+        total = max(logits_end, gradient_end)
         key = (h_ND.device, products.stream(h_ND.device))
         buffer = _buffers.get(key)
         if buffer is None or buffer.numel() < total:
             _buffers.pop(key, None)  # free before the larger one is asked for
             buffer = None
             buffer = _buffers[key] = torch.empty(total, dtype=torch.uint8, device=h_ND.device)
-        views = {}
-        for name, (r, c, dtype) in (of_slab | of_chunk | of_gradients).items():
-            whole = buffer[offsets[name] : offsets[name] + r * c * dtype.itemsize].view(dtype).view(r, c)
+        shapes = of_slab | of_logits | of_gradients
+        for name, offset in offsets.items():
+            r, c, dtype = shapes[name]
+            whole = buffer[offset : offset + r * c * dtype.itemsize].view(dtype).view(r, c)
             views[name] = whole[0] if name in _VECTORS else whole
         return _Workspace(row_step, chunk_rows, slab_rows, **views)
 
@@ -275,15 +295,33 @@ def _columns(plan) -> int:
     return -(-plan.vocab_size // step) * step
 
 
+def _rows(h_ND, columns, plan) -> tuple[int, int, int]:
+    """Tokens of a chunk and of a slab for `chunk_bytes`, and of a slab that is alone in them, with logits elsewhere."""
+    dz_row_bytes, per_slab = columns * h_ND.dtype.itemsize, _CHUNKS_PER_SLAB
+    if plan.fp8_gradients:
+        # Scales take a 32nd of the codes.
+        dz_row_bytes, per_slab = columns * 33 // 32, _CHUNKS_PER_FP8_SLAB
+    chunk_rows = _whole_rows(plan.chunk_bytes // (8 * columns + dz_row_bytes * per_slab), plan)
+    return chunk_rows, chunk_rows * per_slab, plan.chunk_bytes // dz_row_bytes // fp8.BLOCK * fp8.BLOCK
+
+
+def _whole_rows(chunk_rows, plan):
+    # Products in FP8 waste what is missing to a multiple of 128 rows.
+    step = fp8.BLOCK if plan.fp8_gradients and chunk_rows >= fp8.BLOCK else _ROW_STEP
+    return max(min(chunk_rows, _MAX_CHUNK_ROWS) // step * step, step)
+
+
 def _values(head_VD, V, dtype, columns):
     """The head's first V rows in dtype, followed by zeros up to `columns` rows; a copy only if that takes one."""
     values_VD = head_VD[:V].to(dtype)
     return torch.nn.functional.pad(values_VD, (0, 0, 0, columns - V)) if columns > V else values_VD
 
 
-def _tiles(head_VD, V, dtype, columns):
-    """The same in FP8."""
-    return fp8.tiles(head_VD[:V], columns, dtype)
+def _tiles(head_VD, V, dtype, columns, room):
+    """The same in FP8, in the room if there is one."""
+    shape, e4m3 = (columns, head_VD.shape[1]), torch.float8_e4m3fn
+    codes_VD = room.take(*shape, e4m3) if room else torch.empty(shape, dtype=e4m3, device=head_VD.device)
+    return fp8.tiles(head_VD[:V], codes_VD, dtype)
 
 
 def _multiply(a_MK, b_KN, out_MN, recurring):
@@ -466,7 +504,9 @@ def _kl_slices(
                 slope = q * ((difference + shift) * _LN2)
             else:
                 slope = q - p_local * (tl.exp2(y_max - y_top) / y_sum)
-            slope = tl.where(inside, slope * (factor * inverse_temperature), 0.0)
+            # Outside V it is zero already. Saying so again lets the compiler know four codes of a word at once where V
+            # is the constant 1, and ptxas 12.8 then leaves half of that word unset.
+            slope *= factor * inverse_temperature
             if FP8:
                 blocks = tl.reshape(slope, [BLOCK // 128, 128])
                 bits = top_bits(blocks, 1)

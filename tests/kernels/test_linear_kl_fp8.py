@@ -60,6 +60,8 @@ CASES = {
     "peaked": lambda: wide_case(spread=30.0),
     "near": lambda: twin_case(0.05),
     "one token": lambda: wide_case(N=1),
+    "one column": lambda: wide_case(V=1),
+    "less than a block": lambda: wide_case(V=100),
     "one column past a block": lambda: wide_case(N=130, V=257),
     "several slices": lambda: wide_case(N=5, V=2 * 8192 + 1),
     "wider than a block": lambda: wide_case(N=140, V=300, D=144, E=272),
@@ -150,8 +152,6 @@ def test_gradients_of_one_side_and_of_none(precision, device):
 def test_what_cannot_be_meant_is_refused():
     with pytest.raises(ValueError, match="multiples of 16"):
         run(random_case(D=24), precision="fp8")
-    with pytest.raises(ValueError, match="one block of 128"):
-        run(wide_case(V=127), precision="fp8_gradients")
     with pytest.raises(ValueError, match="precision"):
         run(wide_case(), precision="bf16")
 
@@ -169,6 +169,35 @@ def test_kl_and_dx_are_the_same_bits_for_any_chunk_and_any_number_of_rows(V, pre
         _, kl_part, grad_part, _ = run(part, chunk_bytes=chunk_bytes, precision=precision)
         assert torch.equal(kl_part, kl_N[:rows])
         assert torch.equal(grad_part, grad_h[:rows])
+
+
+@GPU
+@pytest.mark.parametrize("precision", MODES)
+@pytest.mark.parametrize("vocab_size", [1031, 1152])
+def test_one_slab_whose_logits_lie_where_the_head_gradient_will_be(vocab_size, precision, monkeypatch):
+    from kernels.linear_kl import kernel
+
+    taken, take = [], kernel._Room.take
+    monkeypatch.setattr(kernel._Room, "take", lambda self, *shape: taken.append(shape) or take(self, *shape))
+    case = wide_case(N=300, V=1400, D=256, E=64).to("cuda", torch.bfloat16)
+    case.w_VD[vocab_size:], case.u_VE[vocab_size:] = float("nan"), float("inf")
+    case.weight_N[3::7] = 0
+    options = {"vocab_size": vocab_size, "precision": precision}
+    expected = run(case, chunk_bytes=1 << 30, **options)
+    assert not taken
+    for _ in range(2):
+        for buffer in kernel._buffers.values():
+            buffer.fill_(255)  # NaN in every dtype
+        found = run(case, chunk_bytes=460_000, **options)
+        for ours, wanted in zip(found, expected, strict=True):
+            assert torch.equal(ours, wanted)
+        assert not found[3][vocab_size:].any()
+    assert len(taken) == 2 * (4 if precision == "fp8" else 2)
+    several = run(case, chunk_bytes=1 << 18, **options)
+    assert torch.equal(several[1], expected[1])
+    assert torch.equal(several[2], expected[2])
+    assert error(several[3], expected[3]) < 1e-5
+    assert len(taken) == 2 * (4 if precision == "fp8" else 2)
 
 
 @GPU
