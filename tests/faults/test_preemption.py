@@ -55,8 +55,8 @@ def spills(site: Site) -> list[str]:
 
 
 def test_what_the_grace_is_too_short_for_is_not_spilled(site, reference):
-    site.work["grace_seconds"] = 6.0
-    worker = site.start(spill_seconds=1.5)
+    site.work["grace_seconds"] = 3.0
+    worker = site.start(spill_seconds=0.8)
     preempt(worker)
     count = len(spills(site))
     assert 0 < count < 5
@@ -67,7 +67,7 @@ def test_what_the_grace_is_too_short_for_is_not_spilled(site, reference):
 
 def test_an_upload_that_hangs_is_given_up(site, reference):
     """`status` would wait a minute for the worker, the store ten."""
-    site.work["grace_seconds"] = 3.0
+    site.work["grace_seconds"] = 2.0
     worker = site.start(spill_seconds=600.0)
     preempt(worker)
     assert spills(site) == []
