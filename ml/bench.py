@@ -14,7 +14,9 @@ BENCHES = {
     "train": "ml.train.bench",
 }
 #: Of ml.rollout.engine_bench_gpu, which only a GPU machine should have to import.
-ROLLOUT_PARTS = ("decode", "prefill", "staggered", "log", "mxfp4", "bits", "resume", "million")
+ROLLOUT_PARTS = (
+    "decode", "prefill", "staggered", "log", "mxfp4", "bits", "resume", "partitions", "spill", "million",
+)  # fmt: skip
 
 
 def parts(text: str) -> tuple[str, ...]:

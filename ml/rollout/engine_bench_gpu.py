@@ -7,13 +7,17 @@ or with their KV. What each part measured goes to stderr as it ends, so that a r
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
+import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +50,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "mxfp4": lambda: mxfp4_figures(_llama()),
     "bits": lambda: bits_figures(_llama()),
     "resume": lambda: resume_figures(_llama(), 32768) | resume_figures(_llama(), 131072),
+    "partitions": lambda: partition_figures(_llama()),
+    "spill": lambda: spill_figures(_llama(), 64, 512) | spill_figures(_llama(), 1, 32768),
     "million": lambda: million_figures(),
 }
 
@@ -237,6 +243,54 @@ def resume_figures(model: Transformer, prompt: int) -> dict[str, Any]:
         f"kv_to_host_gb_per_s_{prompt}": figure(gigabytes / copy_s, "GB/s", ""),
         f"kv_object_write_s_{prompt}": figure(write_s, "s", ""),
         f"kv_object_read_s_{prompt}": figure(read_s, "s", ""),
+    }
+
+
+def spill_figures(model: Transformer, count: int, prompt: int) -> dict[str, Any]:
+    """GB/s of a stop: KV of `count` trajectories from the device into synced files, for the first time and again."""
+    with Run(model, count, prompt + 16) as run, tempfile.TemporaryDirectory(prefix="opd-bench-") as folder:
+        run.add(random_requests(model, count, prompt, 16))
+        while min(run.engine.live().values()) < 3:
+            run.step()
+
+        def write(name: str, parts: list[memoryview]) -> bool:
+            with open(Path(folder) / name, "wb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
+            return True
+
+        rates = []
+        for _ in range(3):
+            seconds, records = _timed(lambda: run.engine.spill(write, math.inf))
+            rates.append(sum(record.size_bytes for record in records) / seconds / 1e9)
+        check(len(records) == count, "every trajectory is spilled")
+        for record in records:
+            written = (Path(folder) / record.name).read_bytes()
+            check(hashlib.sha256(written).hexdigest() == record.digest, "a spill has the digest of its record")
+    return {
+        f"spill_gb_per_s_first_{count}x{prompt}": figure(rates[0], "GB/s", ""),
+        f"spill_gb_per_s_{count}x{prompt}": figure(rates[-1], "GB/s", ""),
+    }
+
+
+def partition_figures(model: Transformer, count: int = 256) -> dict[str, Any]:
+    """Seconds of a partition of responses of 1 to 768 tokens on a new engine, and as the next one of that engine."""
+    r = random.Random(0)
+    requests = [
+        replace(request, max_response_tokens=min(768, 1 + int(r.expovariate(1 / 200))))
+        for request in random_requests(model, count, PROMPT, 1)
+    ]
+    with Run(model, count, PROMPT + 768) as run:
+        run.finish(requests)  # kernels are compiled
+    with Run(model, count, PROMPT + 768) as run:
+        new_s, finished = _timed(lambda: run.finish(requests))
+        run.engine.begin(_NoLog())
+        next_s, again = _timed(lambda: run.finish(requests))
+    check(all(same(finished[i], again[i]) for i in finished), "partitions before it change no trajectory")
+    return {
+        f"partition_s_new_engine_{count}": figure(new_s, "s", ""),
+        f"partition_s_next_{count}": figure(next_s, "s", ""),
     }
 
 
