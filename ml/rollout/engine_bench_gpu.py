@@ -248,7 +248,7 @@ def resume_figures(model: Transformer, prompt: int) -> dict[str, Any]:
 
 def spill_figures(model: Transformer, count: int, prompt: int) -> dict[str, Any]:
     """GB/s of a stop: KV of `count` trajectories from the device into synced files, for the first time and again."""
-    with Run(model, count, prompt + 16) as run, tempfile.TemporaryDirectory(prefix="opd-bench-") as folder:
+    with Run(model, count, prompt + 128) as run, tempfile.TemporaryDirectory(prefix="opd-bench-") as folder:
         run.add(random_requests(model, count, prompt, 16))
         while min(run.engine.live().values()) < 3:
             run.step()
