@@ -15,7 +15,7 @@ import hashlib
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -260,9 +260,7 @@ def encode_kv(kv: SpilledKv, layout: KvLayout, trajectory_id: str, token_ids: Se
         "k": (layout.dtype, _to_numpy(kv.k_MLGC)),
         "v": (layout.dtype, _to_numpy(kv.v_MLGC)),
     }
-    with ThreadPoolExecutor(len(tensors)) as threads:
-        found = threads.map(_crc, (array for _, array in tensors.values()))
-        crcs = {f"crc_{name}": str(crc) for name, crc in zip(tensors, found, strict=True)}
+    crcs = {f"crc_{name}": crc for name, crc in _crcs({name: array for name, (_, array) in tensors.items()}).items()}
     identity = {"format": FORMAT, "trajectory_id": trajectory_id, "student_digest": layout.student_digest,
                 "ranks": str(layout.ranks)}  # fmt: skip
     return shards.encode_parts(tensors, identity | crcs)
@@ -287,9 +285,8 @@ def decode_kv(data: bytes, where: str, layout: KvLayout, trajectory_id: str, tok
         _agree(where, f"dtype of {name}", layout.dtype, specs[name].dtype)
         _agree(where, f"shape of {name}", shape, specs[name].shape)
     tensors = shards.decode(data, where)
-    for name, array in tensors.items():
-        expected, found = metadata.get(f"crc_{name}"), str(_crc(array))
-        if expected != found:
+    for name, found in _crcs(tensors).items():
+        if (expected := metadata.get(f"crc_{name}")) != found:
             raise FormatError(f"{where}, tensor {name}", expected=f"CRC {expected}", found=found,
                               safe="the token log: KV can be computed again from it")  # fmt: skip
     shared = min(len(tensors["ids"]), len(token_ids) - 1)
@@ -306,8 +303,11 @@ def _agree(where: str, what: str, expected: object, found: object) -> None:
         )
 
 
-def _crc(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).data)
+def _crcs(tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """CRC-32 of each, as decimal text; keys and values, which may be gigabytes, at the same time."""
+    with ThreadPoolExecutor(len(tensors)) as threads:
+        found = threads.map(lambda array: zlib.crc32(np.ascontiguousarray(array).data), tensors.values())
+        return {name: str(crc) for name, crc in zip(tensors, found, strict=True)}
 
 
 def _to_numpy(x: torch.Tensor) -> np.ndarray:
