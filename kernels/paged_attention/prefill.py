@@ -32,8 +32,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 #: needs no table; programs in a gap return at once.
 ROWS = gl.constexpr(64)
 WARPS = 4
-#: Tiles in shared memory. Of three, one is multiplied with its values, one gives scores, and one is on its way.
-STAGES = 3
+#: By channels, tiles in shared memory, as many as leave room for the programs that registers allow. At least three: one
+#: is multiplied with its values, one gives scores, and one is on its way.
+STAGES = {64: 4, 128: 3}
 
 
 @gluon.jit
@@ -293,7 +294,7 @@ def prefill(
         sequences,
         table_width,
         scale,
-        STAGES=STAGES,
+        STAGES=STAGES[channels],
         num_warps=WARPS,
         **tile,
     )

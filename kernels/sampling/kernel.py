@@ -30,7 +30,8 @@ _LARGEST_U = tl.constexpr(1 - 2.0**-24)
 # One warp a program, so that no reduction waits at a barrier.
 _PART = 1024
 _WARPS = 1
-_CUT_BLOCK = 4096
+# Two rows a multiprocessor; one row of 32 warps is faster up to 132 rows and slower beyond (BENCH.md).
+_CUT_BLOCK = 2048
 _CUT_WARPS = 16
 
 
