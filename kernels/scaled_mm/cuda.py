@@ -2,7 +2,8 @@
 
 For schedules that Triton's dialects did not reach (BENCH.md). No toolkit is needed.
 
-Invariant: a launch reads nothing back and waits for nothing, so CUDA graphs capture it.
+Invariant: a launch reads nothing back and waits for nothing, so CUDA graphs capture it. A kernel may start while those
+before it on the stream still run, and waits for them itself (griddepcontrol.wait).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 
 ARCHITECTURE = "sm_90a"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _BFLOAT16, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 9, 3, 3
 
 
 @cache
-def compile_source(path: Path, defines: tuple[tuple[str, int], ...]) -> bytes:
+def compile_source(path: Path, defines: tuple[tuple[str, int | str], ...]) -> bytes:
     """The device code (cubin) of a source file. Needs no GPU. Raises RuntimeError with the compiler's own words."""
     library = ctypes.CDLL(f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}")
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
@@ -48,10 +50,26 @@ def _compiler(status: int) -> None:
         raise RuntimeError(f"NVRTC status {status}")
 
 
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_uint32), ("value", ctypes.c_uint64 * 8))
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid_and_block", ctypes.c_uint32 * 6),
+        ("shared_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint32),
+    )
+
+
 class Kernel:
     """The function `name` of a source file for one set of defines, on the current device."""
 
-    def __init__(self, path: Path, name: str, defines: Mapping[str, int], *, threads: int, shared_bytes: int) -> None:
+    def __init__(
+        self, path: Path, name: str, defines: Mapping[str, int | str], *, threads: int, shared_bytes: int
+    ) -> None:
         self.threads, self.shared_bytes = threads, shared_bytes
         module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         torch.cuda.current_stream()  # the driver needs torch's context
@@ -63,9 +81,11 @@ class Kernel:
     def launch(self, grid: tuple[int, int], arguments: Sequence[ctypes._SimpleCData | ctypes.Array]) -> None:
         """Queue one launch on the current stream."""
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        block = self.threads, 1, 1
-        _driver("cuLaunchKernel", self.function, *grid, 1, *block, self.shared_bytes, stream, pointers, None)
+        early = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
+        sizes = (*grid, 1, self.threads, 1, 1)
+        stream = torch.cuda.current_stream().cuda_stream
+        launch = _Launch(sizes, self.shared_bytes, stream, ctypes.pointer(early), 1)
+        _driver("cuLaunchKernelEx", ctypes.byref(launch), self.function, pointers, None)
 
 
 def tensor_map(x_MK: torch.Tensor, box_rows: int) -> ctypes.Array:

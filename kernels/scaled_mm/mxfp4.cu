@@ -1,18 +1,17 @@
-// y = x @ W.T for a packed MXFP4 weight and more than 64 rows of x on Hopper (sm_90a): decoded once a block, between
-// memory and tensor core.
+// y = x @ W.T for a packed MXFP4 weight on Hopper (sm_90a), decoded between memory and tensor core.
 //
-// A block owns 64 rows of the weight and ROWS rows of x, and walks along K in steps of 128 columns:
+// A block owns 64 * GROUPS rows of the weight and ROWS rows of x, and walks along K:
 //
-//   one warp      packed words and exponents   memory -> ring of words
-//   one warp      x, 64 columns at a time      memory -> ring of x
-//   three groups  decode, each a third step    ring of words -> registers -> ring of bf16 tiles
-//   one group     multiplies                   ring of tiles, ring of x -> sums in registers -> y
+//   one thread    words, exponents, x          memory -> ring in shared memory
+//   GROUPS groups decode and multiply          words -> registers, the products' left operand; x from the ring -> sums
+//
+// Each group keeps the sums of its own 64 rows. While its products of 64 columns run, it decodes the next 64. Decoded
+// weights never touch memory.
 //
 // Invariant: K is summed in ascending steps of 16 in one fp32 sum, as in dense.py.
 //
-// Compile-time parameters: ROWS of x a block (128 or 256); WORD_SLOTS, TILE_SLOTS, X_SLOTS of the rings. Slots of words
-// are a multiple of the decoding groups, and slots of tiles no fewer: a group then waits for a slot's next use only
-// after its last one, so that the parity of a barrier says enough.
+// Compile-time parameters: GROUPS; ROWS of x a block, a multiple of 16; TILES of 64 columns a slot of the ring (1, 2 or
+// 4); SLOTS; and the text of an instruction with ROWS / 2 sums: SUMS, its constraints, and OPERANDS, their names.
 // Letters: N rows of the weight, M rows of x, K columns of both.
 
 typedef unsigned int u32;
@@ -22,24 +21,15 @@ struct alignas(64) TensorMap {
   u64 opaque[16];
 };
 
-constexpr u32 TILES = 2;     // of 64 columns a step
-constexpr u32 GROUPS = 3;    // that decode
-constexpr u32 CHUNK = 128;   // rows of x a product
-constexpr u32 X_SLOT_BYTES = ROWS * 128;
-constexpr u32 WORD_BYTES = TILES * 2048;
-constexpr u32 EXPONENT_BYTES = TILES * 128;
-constexpr u32 TILE_BYTES = 64 * 128;
-constexpr u32 TILE_SLOT_BYTES = TILES * TILE_BYTES;
+constexpr u32 WORD_BYTES = 2048;     // of a tile, 64 rows x 64 columns
+constexpr u32 EXPONENT_BYTES = 128;
+constexpr u32 X_BYTES = ROWS * 128;  // of 64 columns
 
 constexpr u32 X_AT = 0;
-constexpr u32 TILES_AT = X_AT + X_SLOTS * X_SLOT_BYTES;
-constexpr u32 WORDS_AT = TILES_AT + TILE_SLOTS * TILE_SLOT_BYTES;
-constexpr u32 EXPONENTS_AT = WORDS_AT + WORD_SLOTS * WORD_BYTES;
-constexpr u32 BARRIERS_AT = EXPONENTS_AT + WORD_SLOTS * EXPONENT_BYTES;
-
-constexpr u32 FULL_WORDS = 0, EMPTY_WORDS = FULL_WORDS + WORD_SLOTS, FULL_TILES = EMPTY_WORDS + WORD_SLOTS,
-              EMPTY_TILES = FULL_TILES + TILE_SLOTS, FULL_X = EMPTY_TILES + TILE_SLOTS, EMPTY_X = FULL_X + X_SLOTS,
-              BARRIERS = EMPTY_X + X_SLOTS;
+constexpr u32 WORDS_AT = X_AT + SLOTS * TILES * X_BYTES;  // [group][slot][tile], as are the exponents
+constexpr u32 EXPONENTS_AT = WORDS_AT + GROUPS * SLOTS * TILES * WORD_BYTES;
+constexpr u32 FULL_AT = EXPONENTS_AT + GROUPS * SLOTS * TILES * EXPONENT_BYTES;
+constexpr u32 EMPTY_AT = FULL_AT + SLOTS * 8;
 
 __device__ __forceinline__ u32 shared_base() {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -50,15 +40,27 @@ __device__ __forceinline__ void init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+// Branches and predicates are within the text: one that the compiler sees amid products in flight makes it wait for each.
+__device__ __forceinline__ void wait(u32 barrier, u32 parity, bool needed = true) {
   asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
-      "r"(parity)
+      "{\n.reg .pred done;\nsetp.eq.u32 done, %2, 0;\n@done bra over;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\nover:\n}" ::"r"(barrier),
+      "r"(parity), "r"(u32(needed))
       : "memory");
 }
 
-// Predicated, since a branch amid products in flight makes the compiler wait for each of them.
+// Whether the phase is over. Asked ahead of time, since an answer takes as long as decoding a quarter of a tile.
+__device__ __forceinline__ bool passed(u32 barrier, u32 parity) {
+  u32 result;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+      : "=r"(result)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return result;
+}
+
 __device__ __forceinline__ void arrive(u32 barrier, bool speaks) {
   asm volatile(
       "{\n.reg .pred speaks;\nsetp.ne.u32 speaks, %1, 0;\n"
@@ -85,32 +87,30 @@ __device__ __forceinline__ void copy_x(u32 target, const TensorMap* map, u32 k, 
       : "memory");
 }
 
-// Eight codes of a word to the operand of one product: masks pick sign and magnitude of one column in each half word
-// (packing.BITS says where they lie); upper and lower scale rows n and n + 8.
-__device__ __forceinline__ void decode(u32 word, u32 upper, u32 lower, u32* operand) {
+// Eight codes of a word to the left operand of one product: a turn of the word and a mask put sign and magnitude of one
+// column in each half word (packing.BITS says where they lie); scales hold those of row n in the lower half, of n + 8 in
+// the upper.
+__device__ __forceinline__ void decode(u32 word, u32 scales, u32* operand) {
   asm volatile(
-      "{\n.reg .b32 x0, x1, x2, x3, x4;\n"
-      "and.b32 x0, %4, 0x81C081C0;\n"
-      "shl.b32 x1, %4, 3;\nand.b32 x1, x1, 0x81C081C0;\n"
-      "shl.b32 x2, %4, 6;\nand.b32 x2, x2, 0x81C081C0;\n"
-      "shl.b32 x3, %4, 1;\nand.b32 x3, x3, 0x80008000;\n"
-      "shr.b32 x4, %4, 3;\nlop3.b32 x3, x4, 0x01800180, x3, 0xEA;\n"
-      "shr.b32 x4, %4, 7;\nlop3.b32 x3, x4, 0x00400040, x3, 0xEA;\n"
-      "mul.bf16x2 %0, x0, %5;\nmul.bf16x2 %1, x1, %6;\nmul.bf16x2 %2, x2, %5;\nmul.bf16x2 %3, x3, %6;\n}"
+      "{\n.reg .b32 x0, x1, x2, x3, x4, upper, lower;\n.reg .b16 n, n_8;\n"
+      "mov.b32 {n, n_8}, %5;\nmov.b32 upper, {n, n};\nmov.b32 lower, {n_8, n_8};\n"
+      "shl.b32 x0, %4, 2;\nand.b32 x0, x0, 0x81C081C0;\n"
+      "shl.b32 x1, %4, 6;\nand.b32 x1, x1, 0x81C081C0;\n"
+      "shf.l.wrap.b32 x2, %4, %4, 12;\nand.b32 x2, x2, 0x81C081C0;\n"
+      "and.b32 x3, %4, 0x81808180;\nshr.b32 x4, %4, 8;\nlop3.b32 x3, x4, 0x00400040, x3, 0xEA;\n"
+      "mul.bf16x2 %0, x0, upper;\nmul.bf16x2 %1, x1, lower;\nmul.bf16x2 %2, x2, upper;\nmul.bf16x2 %3, x3, lower;\n}"
       : "=r"(operand[0]), "=r"(operand[1]), "=r"(operand[2]), "=r"(operand[3])
-      : "r"(word), "r"(upper), "r"(lower));
+      : "r"(word), "r"(scales));
 }
 
-// sum[64, CHUNK] += tile[64, 16] @ x[CHUNK, 16].T, both by their descriptors in shared memory.
-__device__ __forceinline__ void multiply(float* d, u64 a, u64 x) {
-#define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-                 "+f"(d[i + 6]), "+f"(d[i + 7])
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,"
-               "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,"
-               "%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
-               "%64,%65,1,1,1,0,0;"
-               : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56)
-               : "l"(a), "l"(x));
+#define TEXT(x) #x
+#define EXPANDED_TEXT(x) TEXT(x)
+
+// sums[64, ROWS] += operand[64, 16] @ x[ROWS, 16].T, x by its descriptor in shared memory.
+__device__ __forceinline__ void multiply(float* sums, const u32* operand, u64 x) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" EXPANDED_TEXT(ROWS) "k16.f32.bf16.bf16 " OPERANDS ", 1, 1, 1, 0;"
+               : SUMS
+               : "r"(operand[0]), "r"(operand[1]), "r"(operand[2]), "r"(operand[3]), "l"(x));
 }
 
 __device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -126,187 +126,183 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
   return u64(1) << 62 | u64(64) << 32 | 1 << 16 | address >> 4;
 }
 
-// A place in a ring, and the parity of its barriers.
+// A slot of the ring, and the parity of its barriers.
 struct Place {
   u32 slot = 0, parity = 0;
-  __device__ __forceinline__ void advance(u32 slots, u32 steps = 1) {
-    slot += steps;
-    if (slot >= slots) slot -= slots, parity ^= 1;
+  __device__ __forceinline__ void advance() {
+    if (++slot == SLOTS) slot = 0, parity ^= 1;
   }
 };
 
-__device__ __forceinline__ void fetch_words(const u32* words, const u32* exponents, u32 memory, u32 barriers,
-                                            u32 steps) {
+// first_m: of the block. Rows past the weight's last tile are its last tile's again, which nobody stores.
+__device__ __forceinline__ void fetch(const TensorMap* x_map, const u32* words, const u32* exponents, u32 memory,
+                                      u32 first_m, u32 row_tile, u32 row_tiles, u32 column_tiles) {
   Place place;
-  for (u32 step = 0; step < steps; ++step, place.advance(WORD_SLOTS)) {
-    u32 full = barriers + (FULL_WORDS + place.slot) * 8;
-    wait(barriers + (EMPTY_WORDS + place.slot) * 8, place.parity ^ 1);
-    expect(full, WORD_BYTES + EXPONENT_BYTES);
-    copy(memory + WORDS_AT + place.slot * WORD_BYTES, words + u64(step) * (WORD_BYTES / 4), WORD_BYTES, full);
-    copy(memory + EXPONENTS_AT + place.slot * EXPONENT_BYTES, exponents + u64(step) * (EXPONENT_BYTES / 4),
-         EXPONENT_BYTES, full);
-  }
-}
-
-// box: rows of x a copy, which divide ROWS. Copies without a row of x are left out, since zeros come slowly. Shared
-// memory keeps what it held there: it reaches sums of such rows alone, which nobody stores.
-__device__ __forceinline__ void fetch_x(const TensorMap* x_map, u32 memory, u32 barriers, u32 first_m, u32 rows,
-                                        u32 box, u32 steps) {
-  u32 end = rows - first_m < ROWS ? rows - first_m : ROWS;
-  u32 bytes = (end + box - 1) / box * box * 128;
-  Place place;
-  for (u32 tile = 0; tile < steps * TILES; ++tile, place.advance(X_SLOTS)) {
-    u32 full = barriers + (FULL_X + place.slot) * 8;
-    wait(barriers + (EMPTY_X + place.slot) * 8, place.parity ^ 1);
-    expect(full, bytes);
-    for (u32 row = 0; row < end; row += box)
-      copy_x(memory + X_AT + place.slot * X_SLOT_BYTES + row * 128, x_map, tile * 64, first_m + row, full);
-  }
-}
-
-__device__ __forceinline__ void decode_tiles(u32 group, u32 memory, u32 barriers, u32 steps) {
-  const u32 thread = threadIdx.x & 127, warp = thread / 32, lane = thread & 31;
-  // Where stmatrix puts a lane's row of eight values: four matrices (n, n + 8) x (k, k + 8) of a 16 x 16 operand.
-  u32 targets[4];
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // for all that ran before on the stream
+  for (u32 tile = 0; tile < column_tiles; tile += TILES, place.advance()) {
+    u32 full = memory + FULL_AT + place.slot * 8;
+    wait(memory + EMPTY_AT + place.slot * 8, place.parity ^ 1);
+    expect(full, TILES * (X_BYTES + GROUPS * (WORD_BYTES + EXPONENT_BYTES)));
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    u32 row = (lane >> 3 & 1) * 8 + (lane & 7), part = 2 * i + (lane >> 4);
-    targets[i] = memory + TILES_AT + warp * 2048 + row * 128 + (part ^ row & 7) * 16;
-  }
-  Place words_place, place;
-  words_place.advance(WORD_SLOTS, group), place.advance(TILE_SLOTS, group);
-  for (u32 step = group; step < steps; step += GROUPS) {
-    u32 words[TILES][4], exponents[TILES];
-    u32 words_at = memory + WORDS_AT + words_place.slot * WORD_BYTES + thread * 16;
-    u32 exponents_at = memory + EXPONENTS_AT + words_place.slot * EXPONENT_BYTES + thread / 4 * 4;
-    wait(barriers + (FULL_WORDS + words_place.slot) * 8, words_place.parity);
-#pragma unroll
-    for (u32 tile = 0; tile < TILES; ++tile) {
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[tile][0]), "=r"(words[tile][1]), "=r"(words[tile][2]), "=r"(words[tile][3])
-                   : "r"(words_at + tile * 2048)
-                   : "memory");
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(exponents[tile]) : "r"(exponents_at + tile * 128) : "memory");
+    for (u32 group = 0; group < GROUPS; ++group) {
+      u64 first = u64(min(row_tile + group, row_tiles - 1)) * column_tiles + tile;
+      u32 slot = (group * SLOTS + place.slot) * TILES;
+      copy(memory + WORDS_AT + slot * WORD_BYTES, words + first * (WORD_BYTES / 4), TILES * WORD_BYTES, full);
+      copy(memory + EXPONENTS_AT + slot * EXPONENT_BYTES, exponents + first * (EXPONENT_BYTES / 4),
+           TILES * EXPONENT_BYTES, full);
     }
-    wait(barriers + (EMPTY_TILES + place.slot) * 8, place.parity ^ 1);
 #pragma unroll
-    for (u32 tile = 0; tile < TILES; ++tile) {
+    for (u32 i = 0; i < TILES; ++i)
+      copy_x(memory + X_AT + (place.slot * TILES + i) * X_BYTES, x_map, (tile + i) * 64, first_m, full);
+  }
+}
+
+// Sums, rounded, to y by way of the group's words in shared memory, 64 rows of x at a time, so that a store is 16 bytes.
+__device__ __forceinline__ void store(const float* sums, u32 group, u32 memory, unsigned short* y, u32 first_n,
+                                      u32 first_m, u32 rows, u32 outputs) {
+  const u32 thread = threadIdx.x & 127, warp = thread / 32, lane = thread & 31;
+  const u32 staged = memory + WORDS_AT + group * SLOTS * TILES * WORD_BYTES;
+  constexpr u32 PART = ROWS < 64 ? ROWS : 64;
+#pragma unroll
+  for (u32 first = 0; first < ROWS; first += PART) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");  // all have read what lay there
+#pragma unroll
+    for (u32 m = 0; m < PART && first + m < ROWS; m += 16) {
+      u32 values[4];
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
-        // An exponent in both halves of a word is a power of two in bf16x2.
-        u32 upper = (exponents[tile] >> (i / 2 * 8) & 0xFF) * 0x00800080;
-        u32 lower = (exponents[tile] >> (16 + i / 2 * 8) & 0xFF) * 0x00800080;
-        u32 operand[4];
-        decode(words[tile][i], upper, lower, operand);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         targets[i] + place.slot * TILE_SLOT_BYTES + tile * TILE_BYTES),
-                     "r"(operand[0]), "r"(operand[1]), "r"(operand[2]), "r"(operand[3])
-                     : "memory");
+        const float* pair = sums + (first + m) / 2 + 2 * i;
+        asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(values[i]) : "f"(pair[1]), "f"(pair[0]));
+      }
+      // Four matrices (n, n + 8) x (m, m + 8), turned: eight outputs of one row of x are 16 bytes.
+      u32 row = m + lane / 16 * 8 + (lane & 7), part = warp * 2 + (lane >> 3 & 1);
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       staged + row * 128 + (part ^ row & 7) * 16),
+                   "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
+                   : "memory");
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+    for (u32 row = thread / 8; row < PART && first + row < ROWS; row += 16) {
+      u32 m = first_m + first + row, n = first_n + thread % 8 * 8;
+      u32 part[4];
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(part[0]), "=r"(part[1]), "=r"(part[2]), "=r"(part[3])
+                   : "r"(staged + row * 128 + (thread % 8 ^ row & 7) * 16)
+                   : "memory");
+      if (m >= rows) continue;
+      unsigned short* target = y + u64(m) * outputs + n;
+      if (outputs % 8 == 0) {
+        if (n < outputs) *reinterpret_cast<uint4*>(target) = make_uint4(part[0], part[1], part[2], part[3]);
+      } else {
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i)
+          if (n + i < outputs) target[i] = part[i / 2] >> i % 2 * 16;
       }
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncwarp();
-    arrive(barriers + (EMPTY_WORDS + words_place.slot) * 8, lane == 0);
-    arrive(barriers + (FULL_TILES + place.slot) * 8, lane == 0);
-    words_place.advance(WORD_SLOTS, GROUPS), place.advance(TILE_SLOTS, GROUPS);
   }
 }
 
-__device__ __forceinline__ void multiply_tiles(u32 memory, u32 barriers, unsigned short* y, u32 first_n, u32 first_m,
-                                               u32 rows, u32 outputs, u32 steps) {
-  const u32 thread = threadIdx.x & 127, warp = thread / 32, lane = thread & 31;
-  float sums[ROWS / CHUNK][CHUNK / 2];
+__device__ __forceinline__ void multiply_rows(u32 group, u32 memory, unsigned short* y, u32 first_n, u32 first_m,
+                                              u32 rows, u32 outputs, u32 column_tiles) {
+  const u32 thread = threadIdx.x & 127, lane = thread & 31;
+  const u32 words_at = memory + WORDS_AT + group * SLOTS * TILES * WORD_BYTES + thread * 16;
+  const u32 exponents_at = memory + EXPONENTS_AT + group * SLOTS * TILES * EXPONENT_BYTES + thread / 4 * 4;
+  float sums[ROWS / 2];
 #pragma unroll
   for (u32 i = 0; i < ROWS / 2; ++i)  // not moved past the fence that makes them the products' own
-    asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sums[i / (CHUNK / 2)][i % (CHUNK / 2)]));
+    asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sums[i]));
 
-  auto release = [&](u32 first_barrier, u32 slot) { arrive(barriers + (first_barrier + slot) * 8, lane == 0); };
+  // Of an even tile and of an odd one.
+  u32 operands[2][4][4], words[2][4], exponents[2];
+  auto load = [&](u32 slot, u32 tile, u32 odd) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[odd][0]), "=r"(words[odd][1]), "=r"(words[odd][2]), "=r"(words[odd][3])
+                 : "r"(words_at + (slot * TILES + tile) * WORD_BYTES)
+                 : "memory");
+    asm volatile("ld.shared.b32 %0, [%1];"
+                 : "=r"(exponents[odd])
+                 : "r"(exponents_at + (slot * TILES + tile) * EXPONENT_BYTES)
+                 : "memory");
+  };
+  auto decode_quarter = [&](u32 odd, u32 quarter) {
+    // Bytes are (row n, n + 8) x (half of the columns); an exponent seven bits up is a power of two in bf16.
+    u32 scales = (quarter < 2 ? exponents[odd] << 7 : exponents[odd] >> 1) & 0x7F807F80;
+    decode(words[odd][quarter], scales, operands[odd][quarter]);
+  };
 
-  Place tiles_place, x_place;
-  auto multiply_tile = [&](u32 tile) {
-    wait(barriers + (FULL_X + x_place.slot) * 8, x_place.parity);
-    if (tile == 0) wait(barriers + (FULL_TILES + tiles_place.slot) * 8, tiles_place.parity);
-    u64 a = descriptor(memory + TILES_AT + tiles_place.slot * TILE_SLOT_BYTES + tile * TILE_BYTES);
-    u64 x = descriptor(memory + X_AT + x_place.slot * X_SLOT_BYTES);
-    multiply_fence();
+  // Words are loaded two tiles ahead of their products and decoded one tile ahead.
+  Place place, ahead;
+  wait(memory + FULL_AT, 0);
+  load(0, 0, 0);
+  if (TILES == 1) {
+    ahead.advance();
+    wait(memory + FULL_AT + ahead.slot * 8, ahead.parity);
+  }
+  load(ahead.slot, 1 % TILES, 1);
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i)
-#pragma unroll
-      for (u32 chunk = 0; chunk < ROWS / CHUNK; ++chunk)
-        multiply(sums[chunk], a + i * 2, x + chunk * (CHUNK * 128 / 16) + i * 2);
-    multiply_commit();
-  };
-  u32 tile_slot = 0, x_slot = 0;  // of the tile in flight
-  auto next_tile = [&](u32 tile) {
-    u32 next_x_slot = x_place.slot;
-    multiply_tile(tile);
-    multiply_wait<1>();
-    release(EMPTY_X, x_slot);
-    x_slot = next_x_slot;
-    x_place.advance(X_SLOTS);
-  };
-  // One tile stays in flight. The first stands apart, so that the compiler sees as many at each turn of the loop.
-  multiply_tile(0);
-  x_place.advance(X_SLOTS);
-  next_tile(1);
-  tiles_place.advance(TILE_SLOTS);
+  for (u32 quarter = 0; quarter < 4; ++quarter) decode_quarter(0, quarter);
+  const u64 x_at = descriptor(memory + X_AT);
+  u32 last_slot = 0;  // of the tile before
+  bool ready = false;
 #pragma unroll 1
-  for (u32 step = 1; step < steps; ++step) {
-    next_tile(0);
-    release(EMPTY_TILES, tile_slot);
-    next_tile(1);
-    tile_slot = tiles_place.slot;
-    tiles_place.advance(TILE_SLOTS);
+  for (u32 first = 0; first < column_tiles; first += 4) {
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      if ((i + 2) % TILES == 0) {
+        ahead.advance();
+        wait(memory + FULL_AT + ahead.slot * 8, ahead.parity, !ready && first + i + 2 < column_tiles);
+      }
+      load(ahead.slot, (i + 2) % TILES, i % 2);  // past the last tile, words that nobody multiplies
+      if ((i + 3) % TILES == 0) {
+        Place next = ahead;
+        next.advance();
+        ready = passed(memory + FULL_AT + next.slot * 8, next.parity);
+      }
+      u64 x = x_at + (place.slot * TILES + i % TILES) * (X_BYTES / 16);
+      multiply_fence();
+#pragma unroll
+      for (u32 quarter = 0; quarter < 4; ++quarter) multiply(sums, operands[i % 2][quarter], x + quarter * 2);
+      multiply_commit();
+      multiply_wait<1>();
+#pragma unroll
+      for (u32 quarter = 0; quarter < 4; ++quarter) decode_quarter((i + 1) % 2, quarter);
+      // The products of the tile before are done.
+      if (i % TILES == 0) arrive(memory + EMPTY_AT + last_slot * 8, lane == 0 && first + i > 0);
+      if (i % TILES == TILES - 1) {
+        last_slot = place.slot;
+        place.advance();
+      }
+    }
   }
   multiply_wait<0>();
-  // Rounded at once: where the compiler finds sums read further away, it makes each product wait for the one before.
-  u32 values[ROWS / 4];
-#pragma unroll
-  for (u32 i = 0; i < ROWS / 4; ++i)
-    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;"
-                 : "=r"(values[i])
-                 : "f"(sums[2 * i / (CHUNK / 2)][2 * i % (CHUNK / 2) + 1]),
-                   "f"(sums[2 * i / (CHUNK / 2)][2 * i % (CHUNK / 2)])
-                 : "memory");
-
-  u32 n = first_n + warp * 16 + lane / 4, m = first_m + lane % 4 * 2;
-#pragma unroll
-  for (u32 i = 0; i < ROWS / 2; ++i) {
-    u32 m_i = m + i / 4 * 8 + (i & 1), n_i = n + (i & 2) * 4;
-    if (m_i < rows && n_i < outputs) y[u64(m_i) * outputs + n_i] = values[i / 2] >> (i & 1) * 16;
-  }
+  store(sums, group, memory, y, first_n, first_m, rows, outputs);
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 2), 1)
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     mxfp4_mm(const __grid_constant__ TensorMap x_map, const u32* words, const u32* exponents, unsigned short* y,
-             u32 rows, u32 box, u32 outputs, u32 steps) {
-  const u32 memory = shared_base(), barriers = memory + BARRIERS_AT;
-  const u32 first_n = blockIdx.x * 64, first_m = blockIdx.y * ROWS;
-  if (threadIdx.x == 0) {
-    for (u32 i = 0; i < BARRIERS; ++i) {
-      bool by_copy = i < EMPTY_WORDS || (i >= FULL_X && i < EMPTY_X);
-      init(barriers + i * 8, by_copy ? 1 : 4);  // else a lane of each warp of one group
+             u32 rows, u32 outputs, u32 column_tiles) {
+  const u32 memory = shared_base();
+  // A product that follows on the stream may take its place on the multiprocessors as soon as blocks leave them.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // Blocks that share rows of the weight are neighbours, so that memory is read once.
+  const u32 first_m = blockIdx.x * ROWS, row_tile = blockIdx.y * GROUPS;
+  if (threadIdx.x == 128 * GROUPS) {
+    for (u32 slot = 0; slot < SLOTS; ++slot) {
+      init(memory + FULL_AT + slot * 8, 1);
+      init(memory + EMPTY_AT + slot * 8, 4 * GROUPS);  // a lane of each warp
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
   }
   __syncthreads();
   // The shuffle tells the compiler that a warp takes one way; else it makes products wait for each other.
-  u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  // The registers of a launch, 96 a thread, are divided anew.
-  if (group == GROUPS + 1) {
+  u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x % 32 == 0) {
-      u64 first_tile = u64(blockIdx.x) * steps * TILES;
-      if (warp == 4 * GROUPS + 4)
-        fetch_words(words + first_tile * 512, exponents + first_tile * 32, memory, barriers, steps);
-      if (warp == 4 * GROUPS + 5) fetch_x(&x_map, memory, barriers, first_m, rows, box, steps);
-    }
-  } else if (group == GROUPS) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-    multiply_tiles(memory, barriers, y, first_n, first_m, rows, outputs, steps);
+    if (threadIdx.x == 128 * GROUPS)
+      fetch(&x_map, words, exponents, memory, first_m, row_tile, (outputs + 63) / 64, column_tiles);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    decode_tiles(group, memory, barriers, steps);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 1 ? 232 : 240));
+    multiply_rows(group, memory, y, (row_tile + group) * 64, first_m, rows, outputs, column_tiles);
   }
 }

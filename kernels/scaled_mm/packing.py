@@ -2,9 +2,9 @@
 
 A tile is 64 rows x 64 columns: 512 words of 32 bits, one for each (warp 4, row 8, quad 4, group 2, block 2), C order.
 A word holds the eight values at rows n, n + 8 and columns k, k + 1, k + 8, k + 9, where n = 16 warp + row and
-k = 32 group + 16 block + 2 quad: what one lane needs of a 16 x 16 operand. Column k + 1 (k + 9) lies 16 bits above
-column k (k + 8). In each half word the four values p = (row + 8) + 2 (column + 8) have their sign, exponent (2) and
-mantissa bits at BITS[p]: three of them are a bf16 with one shift and one mask.
+k = 32 group + 16 block + 2 quad: what one lane needs of a 16 x 16 operand. The four values p = (row + 8) +
+2 (column + 8) of even columns have their sign, exponent (2) and mantissa bits at BITS[p], those of odd columns 16 bits
+on, round the word's end: one turn of the word and one mask make a pair of bf16 of three of the four.
 
 Exponents: one byte for each (warp, row, row + 8, group) of a tile, E8M0 scale + 126. The bf16 read out of a word is
 2^126 too small (bf16 has 8 exponent bits, E2M1 has 2), which the exponent makes up for.
@@ -14,7 +14,7 @@ Invariant: unpack(pack(x)) == x. Tiles run over columns first; columns are padde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 from schemas.errors import ContractError
 
-#: Bit of sign, high exponent, low exponent, mantissa of value p in a half word.
-BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
+#: Bit of sign, high exponent, low exponent, mantissa of value p, in an even column.
+BITS = ((13, 6, 5, 4), (9, 2, 1, 0), (3, 28, 27, 26), (15, 8, 7, 14))
 #: The largest scale byte that a packed weight holds: 2^1, for values up to 12.
 LARGEST_SCALE = 128
 
@@ -43,6 +43,14 @@ class Mxfp4Weight:
         return -(-self.num_columns // 256) * 4
 
 
+def _places() -> Iterator[tuple[int, int, int, int]]:
+    """(value p, bit of its code, 0 for an even column or 1, place in a word) of each bit of a word."""
+    for value, places in enumerate(BITS):
+        for i, place in enumerate(places):
+            for odd in range(2):
+                yield value, 3 - i, odd, (place + 16 * odd) % 32
+
+
 def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4Weight:
     """Reorder `blocks` uint8 [N, K/2] and `scales` uint8 [N, K/32] of `kernels.quant` for `mxfp4_mm`.
 
@@ -60,11 +68,9 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4Weight:
     # [tile, warp, n + 8, row | tile, group, block, k + 8, quad, k + 1] to words of [.., k + 8, n + 8, k + 1].
     codes = codes.view(row_tiles, 4, 2, 8, column_tiles, 2, 2, 2, 4, 2).permute(0, 4, 1, 3, 8, 5, 6, 7, 2, 9).int()
     codes = codes.reshape(-1, 4, 2)
-    halves = torch.zeros_like(codes[:, 0])
-    for value, places in enumerate(BITS):
-        for bit, place in enumerate(places):
-            halves |= (codes[:, value] >> (3 - bit) & 1) << place
-    words = halves[:, 0] | halves[:, 1] << 16
+    words = torch.zeros_like(codes[:, 0, 0])
+    for value, bit, odd, place in _places():
+        words |= (codes[:, value, odd] >> bit & 1) << place
     exponents = F.pad(scales.int() + 126, (0, pad_columns // 32, 0, pad_rows)).to(torch.uint8)
     exponents = exponents.view(row_tiles, 4, 2, 8, column_tiles, 2).permute(0, 4, 1, 3, 2, 5)
     exponents = exponents.reshape(-1, 4).view(torch.int32).flatten()
@@ -92,11 +98,10 @@ def unpack_mxfp4(weight: Mxfp4Weight) -> torch.Tensor:
     """The weight's values, bf16 [N, K], by plain torch on any device."""
     column_tiles = weight.column_tiles
     row_tiles = weight.words.numel() // 512 // column_tiles
-    halves = torch.stack([weight.words.flatten() & 0xFFFF, weight.words.flatten() >> 16 & 0xFFFF], -1)
-    codes = torch.zeros(len(halves), 4, 2, dtype=torch.int32, device=halves.device)
-    for value, places in enumerate(BITS):
-        for bit, place in enumerate(places):
-            codes[:, value] |= (halves >> place & 1) << (3 - bit)
+    words = weight.words.flatten()
+    codes = torch.zeros(len(words), 4, 2, dtype=torch.int32, device=words.device)
+    for value, bit, odd, place in _places():
+        codes[:, value, odd] |= (words >> place & 1) << bit
     codes = codes.view(row_tiles, column_tiles, 4, 8, 4, 2, 2, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 6, 7, 4, 9)
     codes = codes.reshape(row_tiles * 64, column_tiles * 64)
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=codes.device)

@@ -59,12 +59,17 @@ def test_packed_weight_holds_every_code(shape):
 
 
 def test_packing_follows_its_description():
-    # One code at (n, k) = (16 * 2 + 5 + 8, 32 + 16 + 2 * 3 + 8 + 1): value p = 3 of the upper half word.
+    # One code at (n, k) = (16 * 2 + 5 + 8, 32 + 16 + 2 * 3 + 8 + 1): value p = 3 of an odd column.
     blocks, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.full((64, 2), 127, dtype=torch.uint8)
     blocks[45, 63 // 2] = 0b1011 << 4  # column 63: sign, exponent 01, mantissa 1
     words = pack_mxfp4(blocks, scales).words.flatten()[:512].view(4, 8, 4, 2, 2)
     assert words.count_nonzero() == 1
-    assert int(words[2, 5, 3, 1, 1]) & 0xFFFFFFFF == (1 << 14 | 1 << 10 | 1 << 13) << 16
+    assert int(words[2, 5, 3, 1, 1]) & 0xFFFFFFFF == (1 << 15 | 1 << 7 | 1 << 14) << 16
+    # And at (45 - 8, 63): value p = 2, whose exponent and mantissa lie round the word's end.
+    blocks[45, 63 // 2], blocks[37, 63 // 2] = 0, 0b1011 << 4
+    words = pack_mxfp4(blocks, scales).words.flatten()[:512].view(4, 8, 4, 2, 2)
+    assert words.count_nonzero() == 1
+    assert int(words[2, 5, 3, 1, 1]) == 1 << 19 | 1 << 11 | 1 << 10
 
 
 def test_a_scale_beyond_the_decoder_is_refused():
@@ -242,28 +247,76 @@ def test_mxfp4_product_in_a_graph():
         assert torch.equal(y, mxfp4_mm(x, weight))
 
 
-def test_programs_take_as_many_rows_as_make_few_waves():
-    from kernels.scaled_mm.mxfp4 import rows_a_program
+@pytest.mark.gpu
+def test_every_block_gives_the_same_bits(monkeypatch):
+    from kernels.scaled_mm import mxfp4
 
-    chosen = {rows: rows_a_program(rows, 8192, 132) for rows in (1, 16, 17, 32, 64, 65, 128, 129, 256, 300, 512)}
-    assert chosen == {1: 16, 16: 16, 17: 32, 32: 32, 64: 64, 65: 128, 128: 128, 129: 256, 256: 256, 300: 128, 512: 256}
-    # Few rows of the weight: more programs rather than tall ones.
-    assert [rows_a_program(64, outputs, 132) for outputs in (512, 2048, 4096)] == [16, 16, 32]
-    assert [rows_a_program(256, outputs, 132) for outputs in (512, 2048, 4096)] == [16, 64, 128]
+    # Outputs that end within a tile, within eight, and in the middle of a block of 128.
+    for shape in ((131, 256), (200, 320), (8256, 1024)):
+        blocks, scales = random_mxfp4(*shape, low=113, device="cuda")
+        weight = pack_mxfp4(blocks, scales)
+        x = torch.randn(300, shape[1], device="cuda", dtype=torch.bfloat16)
+        expected = row_invariant_mm(x, mxfp4.decoded_copy(weight))
+        for block in mxfp4.BLOCKS:
+            monkeypatch.setattr(mxfp4, "block_for", lambda *_, block=block: block)
+            for rows in (1, 17, 64, 100, 300):
+                assert torch.equal(mxfp4_mm(x[:rows], weight), expected[:rows]), (shape, block, rows)
+
+
+@pytest.mark.gpu
+def test_mxfp4_products_wait_for_what_they_read():
+    # Launches overlap: each product must wait for its x, by a copy, a kernel or the product before, and for its reader.
+    weights = [pack_mxfp4(*random_mxfp4(4096, 4096, low=113, high=118, device="cuda", seed=seed)) for seed in range(3)]
+    source = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+    held = torch.empty_like(source)
+
+    def chain(wait):
+        results, x = [], held
+        for i in range(12):
+            if i % 4 == 0:
+                x = held.copy_(source)
+            elif i % 4 == 1:
+                x = x * 2.0**-4
+            wait()
+            x = mxfp4_mm(x, weights[i % 3])
+            wait()
+            results.append(x.sum(1, dtype=torch.float64))
+            wait()
+        return results
+
+    expected = chain(torch.cuda.synchronize)
+    found = chain(lambda: None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(lambda: None)
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(a.isfinite().all() for a in found)
+
+
+def test_blocks_take_as_many_rows_as_make_few_waves():
+    from kernels.scaled_mm.mxfp4 import block_for
+
+    chosen = {rows: block_for(rows, 8192, 132).rows for rows in (1, 16, 17, 32, 64, 65, 128, 129, 256, 300, 512)}
+    assert chosen == {1: 16, 16: 16, 17: 32, 32: 32, 64: 64, 65: 80, 128: 128, 129: 192, 256: 128, 300: 160, 512: 256}
+    # Few rows of the weight: more blocks rather than tall ones.
+    assert [block_for(64, outputs, 132).rows for outputs in (512, 2048, 4096)] == [16, 16, 32]
+    assert [block_for(256, outputs, 132).rows for outputs in (512, 2048, 4096)] == [16, 64, 128]
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch without NVRTC")
-def test_kernels_of_many_rows_compile_and_fit():
+def test_blocks_compile_and_fit():
     from kernels.scaled_mm.cuda import compile_source
-    from kernels.scaled_mm.mxfp4 import MANY_ROWS, SOURCE
+    from kernels.scaled_mm.mxfp4 import BLOCKS, SOURCE
 
-    for rows, plan in MANY_ROWS.items():
-        assert plan.rows == rows
-        assert b"mxfp4_mm" in compile_source(SOURCE, tuple(plan.defines.items()))
-        assert plan.shared_bytes <= 227 * 1024
-        # Parities of barriers tell phases apart only so (mxfp4.cu).
-        assert plan.word_slots % 3 == 0
-        assert plan.tile_slots >= 3
+    for block in BLOCKS:
+        assert b"mxfp4_mm" in compile_source(SOURCE, tuple(block.defines.items()))
+        assert block.shared_bytes <= 227 * 1024
+        assert block.rows % 16 == 0
+        # Sums of 64 rows of x are staged in a group's words.
+        assert block.slots * block.tiles >= 4
     with pytest.raises(RuntimeError, match="ROWS"):
         compile_source(SOURCE, ())
 
