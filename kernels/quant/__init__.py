@@ -77,9 +77,9 @@ def fp8_quantize_rows(x_MK: torch.Tensor, *, impl: Implementation | None = None)
 def fp8_quantize_both(
     x_MK: torch.Tensor, *, impl: Implementation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`fp8_quantize_rows` of x_MK and of its transpose, from one read: (codes [M, K], scales [M, ceil(K/128)],
-    codes [K, M], scales [K, ceil(M/128)]). The second pair is what a weight gradient sums over tokens; its codes may
-    be a view whose rows lie a multiple of 16 bytes apart."""
+    """`fp8_quantize_rows` of x_MK and of its transpose, of bf16 from one read: (codes [M, K], scales
+    [M, ceil(K/128)], codes [K, M], scales [K, ceil(M/128)]). The second pair is what a weight gradient sums over
+    tokens; its codes may be a view whose rows lie a multiple of 16 bytes apart. Scales may lie column by column."""
     _check_matrix("x_MK", x_MK, (torch.float32, torch.bfloat16))
     return _implementation(x_MK, impl).fp8_quantize_both(x_MK.contiguous())
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.quant import both
 from kernels.quant.bits import (
     E2M1_CARRY,
     E2M1_EXPONENT,
@@ -30,7 +31,6 @@ from kernels.quant.bits import (
     top_bits,
 )
 from kernels.quant.lossless import mxfp4_to_fp8 as mxfp4_to_fp8
-from kernels.quant.turned import fp8_quantize_both as fp8_quantize_both
 
 _TWO_TO_126 = tl.constexpr(2.0**126)
 _ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
@@ -82,6 +82,12 @@ def fp8_quantize_rows(x_MK):
         grid = (scales.shape[1] * _parts(M, _ROWS_A_PROGRAM),)
         _fp8_rows[grid](x_MK, codes.view(torch.uint8), scales, M, K, ROWS=_ROWS_A_PROGRAM, num_warps=4)
     return codes, scales
+
+
+def fp8_quantize_both(x_MK):
+    if x_MK.dtype == torch.bfloat16:
+        return both.fp8_quantize_both(x_MK)
+    return *fp8_quantize_rows(x_MK), *fp8_quantize_rows(x_MK.t().contiguous())
 
 
 def _parts(length: int, size: int) -> int:

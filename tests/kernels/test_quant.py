@@ -41,6 +41,7 @@ def adversarial(rows: int, columns: int, seed: int) -> torch.Tensor:
         -torch.zeros(columns),
         torch.full((columns,), 1e-41),
         torch.full((columns,), -(2.0**-126)),
+        torch.full((columns,), 3 * 2.0**-132),  # subnormal in bf16 too
         torch.full((columns,), 3e38),
         ties.repeat(-(-columns // 8))[:columns],
         -ties.repeat(-(-columns // 8))[:columns] * 2.0**-9,
@@ -296,6 +297,22 @@ def test_both_orientations_equal_reference_on_ragged_tiles(rows, columns, dtype)
         for pair in (slice(0, 2), slice(2, 4)):
             assert torch.equal(blanked(*found[pair]).cpu(), blanked(*wanted[pair]))
             assert torch.equal(bits(found[pair][1]), bits(wanted[pair][1]))
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("kernel", marks=GPU)])
+def test_both_orientations_round_every_bf16_value_as_ml_dtypes(impl):
+    """Each value up to 448 with either sign; 448 itself stands in every row and column, so that all scales are 1."""
+    magnitudes = torch.arange(0x43E1, dtype=torch.int16).view(torch.bfloat16)
+    values = torch.cat((magnitudes, -magnitudes, torch.zeros(3 * 127 * 127 - 2 * 0x43E1, dtype=torch.bfloat16)))
+    x = torch.full((3, 128, 128), 448.0, dtype=torch.bfloat16)
+    x[:, 1:, 1:] = values.reshape(3, 127, 127)
+    x = x.reshape(384, 128).to("cuda" if impl == "kernel" else "cpu")
+    codes, scales, turned_codes, turned_scales = quant.fp8_quantize_both(x, impl=impl)
+    assert (scales == 1).all()
+    assert (turned_scales == 1).all()
+    expected = torch.from_numpy(x.cpu().float().numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    assert torch.equal(bits(codes), expected)
+    assert torch.equal(bits(turned_codes), expected.t())
 
 
 @GPU
