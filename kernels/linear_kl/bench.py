@@ -99,7 +99,9 @@ class _Inputs:
 
 def _step(inputs, rows=None, **options):
     inputs.clear()
-    arguments = inputs.h_ND[:rows], inputs.w_VD, inputs.t_NE[:rows], inputs.u_VE, inputs.weight_N[:rows]
+    # A slice of a leaf would hold its gradient twice.
+    h_ND = inputs.h_ND if rows is None else inputs.h_ND[:rows]
+    arguments = h_ND, inputs.w_VD, inputs.t_NE[:rows], inputs.u_VE, inputs.weight_N[:rows]
     loss, kl_N = linear_kl(*arguments, **options)
     loss.backward()
     return kl_N

@@ -49,10 +49,13 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
     """kl_N fp32, and the gradients of sum(weight_N * kl_N): in h_ND's dtype and in fp32 (None if not wanted)."""
     N, V, device = h_ND.shape[0], plan.vocab_size, h_ND.device
     columns = _columns(plan)
+    if N == 0 or V == 1:
+        # One entry is certain on both sides. (Triton takes V as a constant then, and of a word that it can tell to be
+        # four equal FP8 codes ptxas 12.8 sets only half.)
+        grad_h_ND = torch.zeros(h_ND.shape, dtype=h_ND.dtype, device=device) if plan.want_h else None
+        return torch.zeros(N, device=device), grad_h_ND, torch.zeros(w_VD.shape, device=device) if plan.want_w else None
     kl_N = torch.empty(N, dtype=torch.float32, device=device)
     grad_h_ND = torch.empty_like(h_ND, memory_format=torch.contiguous_format) if plan.want_h else None
-    if N == 0:
-        return kl_N, grad_h_ND, torch.zeros(w_VD.shape, device=device) if plan.want_w else None
     grad_w_VD = None
     if plan.want_w:
         # A product that fills whole blocks of rows writes zeros past the vocabulary.
@@ -504,9 +507,7 @@ def _kl_slices(
                 slope = q * ((difference + shift) * _LN2)
             else:
                 slope = q - p_local * (tl.exp2(y_max - y_top) / y_sum)
-            # Outside V it is zero already. Saying so again lets the compiler know four codes of a word at once where V
-            # is the constant 1, and ptxas 12.8 then leaves half of that word unset.
-            slope *= factor * inverse_temperature
+            slope = tl.where(inside, slope * (factor * inverse_temperature), 0.0)
             if FP8:
                 blocks = tl.reshape(slope, [BLOCK // 128, 128])
                 bits = top_bits(blocks, 1)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +31,7 @@ _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
 _SCALE_1X128, _SCALE_128X128 = 4, 5
 _PREFER_REDUCTION_SCHEMES, _PREFER_ALIGNMENT_FIRST = 3, 5
 _MAX_CANDIDATES = 16
-# Of algorithms within this factor of the fastest, the one that is fastest for this long is chosen.
-_NEAR_FASTEST = 1.1
-_LONG_MS, _MOST_REPEATS = 75.0, 50
+_TRIALS = 3
 
 
 class _Candidate(ctypes.Structure):
@@ -82,34 +79,22 @@ def multiply(a_MK: torch.Tensor | Fp8, b_KN: torch.Tensor | Fp8, out_MN: torch.T
 def tune(a_MK: torch.Tensor | Fp8, b_KN: torch.Tensor | Fp8, out_MN: torch.Tensor, *, accumulate=False) -> None:
     """Choose the algorithm of all later products of this shape by timing them, once. Overwrites out.
 
-    A card that is kept busy runs into its power limit, where the fastest algorithm of a short trial may be one of the
-    slower ones: those near it are run until the clock has settled, and timed then. A shape that was never tuned takes
-    the library's first choice.
+    A shape that was never tuned takes the library's first choice.
     """
     plan = _plan(*_signature(a_MK, b_KN, out_MN))
     if plan.tuned:
         return
-
-    def milliseconds(candidate, repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(repeats):
-            plan.run(a_MK, b_KN, out_MN, accumulate, candidate)
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) / repeats
-
-    short = []
-    for candidate in plan.candidates:
-        milliseconds(candidate, 1)  # loads it
-        short.append(milliseconds(candidate, 2))
-    long = []
+    timings = []
     for index, candidate in enumerate(plan.candidates):
-        if short[index] <= _NEAR_FASTEST * min(short):
-            repeats = min(math.ceil(_LONG_MS / short[index]), _MOST_REPEATS)
-            milliseconds(candidate, repeats)
-            long.append((milliseconds(candidate, repeats), index))
-    plan.chosen, plan.tuned = min(long)[1], True
+        plan.run(a_MK, b_KN, out_MN, accumulate, candidate)
+        for _ in range(_TRIALS):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            plan.run(a_MK, b_KN, out_MN, accumulate, candidate)
+            stop.record()
+            stop.synchronize()
+            timings.append((start.elapsed_time(stop), index))
+    plan.chosen, plan.tuned = min(timings)[1], True
 
 
 def stream(device: torch.device) -> int:
