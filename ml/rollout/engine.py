@@ -238,7 +238,7 @@ class RolloutEngine:
     def kept_kv(self, trajectory_id: str, *, to_return: bool = True) -> SpilledKv:
         """KV of an unfinished trajectory's kept positions, on the host; steps in flight are waited for and dropped.
 
-        to_return: in memory from which it is soon on the device again; else in memory that is had in less time.
+        to_return: in memory from which it is soon on the device again; else in what is had in less time.
         """
         self._drop_in_flight()
         t = self._unfinished[trajectory_id]

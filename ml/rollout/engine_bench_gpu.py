@@ -254,7 +254,7 @@ def spill_figures(model: Transformer, count: int, prompt: int) -> dict[str, Any]
             run.step()
 
         def write(name: str, parts: list[memoryview]) -> bool:
-            with open(Path(folder) / name, "wb") as file:
+            with open(Path(folder) / name, "xb") as file:
                 file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
@@ -262,6 +262,8 @@ def spill_figures(model: Transformer, count: int, prompt: int) -> dict[str, Any]
 
         rates = []
         for _ in range(3):
+            for path in Path(folder).iterdir():
+                path.unlink()
             seconds, records = _timed(lambda: run.engine.spill(write, math.inf))
             rates.append(sum(record.size_bytes for record in records) / seconds / 1e9)
         check(len(records) == count, "every trajectory is spilled")

@@ -16,6 +16,7 @@ heads, C channels, M positions of one sequence, X integers.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ _CHUNK_ROWS = (128, 256, 512, 1024, 2048)
 _CHUNKS = (16, 64)
 #: Positions of KV that are copied at once between host and device: the device holds a second copy of these.
 _COPIED_POSITIONS = 4096
+#: Page-locked memory takes 0.6 s a GB to get on an H200's host; but torch keeps what is given back, so pieces of up to
+#: this size are had for nothing after a few.
+_REUSED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -167,16 +171,18 @@ class Runner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions 0..num_positions-1 as the launched steps leave them, [M, L, G, C] on the host.
 
-        to_return: they come page-locked from a GPU, to go back as fast; else in memory that is had in less time.
+        to_return: they come page-locked from a GPU, to go back as fast; else large ones in memory that is had in less
+        time.
         """
         shape, dtype = (num_positions, self.k_LPTGC.shape[0], *self.k_LPTGC.shape[3:]), self.k_LPTGC.dtype
+        locked = to_return or math.prod(shape) * dtype.itemsize <= _REUSED_BYTES
         k_MLGC, v_MLGC = (
-            host_buffer(shape, dtype, self.device) if to_return else plain_buffer(shape, dtype) for _ in range(2)
+            host_buffer(shape, dtype, self.device) if locked else plain_buffer(shape, dtype) for _ in range(2)
         )
         for rows, slots_M in self._cache_slots(pages, num_positions):
             for cache, host_MLGC in ((self.k_LPTGC, k_MLGC), (self.v_LPTGC, v_MLGC)):
                 kept_MLGC = cache.flatten(1, 2).index_select(1, slots_M).transpose(0, 1).contiguous()
-                if to_return:
+                if locked:
                     host_MLGC[rows].copy_(kept_MLGC, non_blocking=True)
                 else:
                     copy_to_host(kept_MLGC, host_MLGC[rows])
