@@ -6,10 +6,13 @@ export PYTHONUNBUFFERED = 1
 demo: setup models  ## two iterations on SmolLM2-135M, four to five minutes on two cores
 	@.venv/bin/opd run infra/runs/demo.toml
 
+# The tests wait for servers, JVMs and timeouts as much as they compute, so two processes share them, file by file.
+# Spinning OpenMP threads would starve one another.
 test: setup models lint types imports  ## everything that CI checks
 	@.venv/bin/python -m infra.spark fetch-jars jars s3
 	@echo "== tests"
-	@.venv/bin/python -m pytest -m "not gpu" --durations=20
+	@OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -m "not gpu" --durations=20 \
+		-n 2 --dist loadfile --no-loadscope-reorder
 
 bad-input: setup  ## print the table of bad input: each case, the kind and exit status of its answer, where
 	@.venv/bin/python -m pytest -q --table tests/faults/test_bad_input.py tests/faults/test_bad_state.py
