@@ -6,16 +6,19 @@ in a file, as a parent would see it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from infra import leases
 from infra.store import LocalStore
 from schemas import keys
+from schemas.errors import StoreError
 from schemas.rows import TRAJECTORIES, content_digest
 from tests.forked import FORKS, leave, redirect
 
@@ -24,23 +27,25 @@ PREFIX = keys.stage_prefix("kills", 0, "rollout", "f" * 64)
 OWNED = keys.partition_prefix(PREFIX, 3)
 
 
-def run_worker(work: str, said: str, errors: str, pause: str, spill_seconds: float) -> None:
+def run_worker(work: str, said: str, errors: str, pause: str, spill_seconds: float, refuse_spills: int) -> None:
     """In the worker: its output into files; `pause` names a signal that it sends itself before it would finish.
 
-    spill_seconds: that the store takes for each spill.
+    spill_seconds: that the store takes for each spill. refuse_spills: N: every N-th is refused; 0: none.
     """
     redirect(said, errors)
     from tasks.ranks import rollout
 
-    if spill_seconds:
-        put = LocalStore.put
+    if spill_seconds or refuse_spills:
+        put, spills = LocalStore.put, itertools.count(1)
 
-        def slowly(self, key, data):
+        def put_spill(self, key, data):
             if "/spill/" in key:
                 time.sleep(spill_seconds)
+                if refuse_spills and next(spills) % refuse_spills == 0:
+                    raise StoreError(key, expected="an object that is not too large", found="too large")
             put(self, key, data)
 
-        LocalStore.put = slowly
+        LocalStore.put = put_spill
     if pause:
         finish = leases.Lease.finish
 
@@ -78,13 +83,13 @@ class Site:
             "partitions": [{"partition": 3, "requests": requests}],
         }  # fmt: skip
 
-    def start(self, scratch: str = "node", pause: str = "", spill_seconds: float = 0.0) -> Run:
+    def start(self, scratch: str = "node", pause: str = "", spill_seconds: float = 0.0, refuse_spills: int = 0) -> Run:
         self._starts += 1
         entry = self.work["partitions"][0] | ({"acknowledged": self.acknowledged} if self.acknowledged else {})
         work = self.work | {"scratch": str(self.folder / scratch), "partitions": [entry, *self.work["partitions"][1:]]}
         path = self.folder / f"work{self._starts}.json"
         path.write_text(json.dumps(work))
-        return Run(path, pause, spill_seconds)
+        return Run(path, pause, spill_seconds, refuse_spills)
 
     def result(self) -> tuple[bytes, list[dict], str]:
         """(shard, rows, digest of content columns) of the finished partition, its digests checked."""
@@ -114,9 +119,10 @@ class Site:
 class Run:
     """One started worker."""
 
-    def __init__(self, work: Path, pause: str, spill_seconds: float) -> None:
+    def __init__(self, work: Path, *options: Any) -> None:
+        """options: those of `run_worker`."""
         self._said, self._errors = work.with_suffix(".out"), work.with_suffix(".err")
-        arguments = (str(work), str(self._said), str(self._errors), pause, spill_seconds)
+        arguments = (str(work), str(self._said), str(self._errors), *options)
         self._process = FORKS.Process(target=run_worker, args=arguments)
         self._process.start()
 

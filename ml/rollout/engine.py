@@ -251,8 +251,8 @@ class RolloutEngine:
     def spill(self, write: Callable[[str, list[memoryview]], bool], deadline: float) -> list[SpillRecord]:
         """Write KV of unfinished trajectories until `deadline` (time.monotonic()), in the order of SpillQueue.
 
-        write(name, parts) stores one object of these bytes, on several threads at once; False: it is too late. The
-        engine must not step during or after this.
+        write(name, parts) stores one object of these bytes, on several threads at once; False: it could not. The engine
+        must not step during or after this.
         """
         self._drop_in_flight()
         kept = {t.trajectory_id: t.kv.positions if t.kv else t.num_kept for t in self._unfinished.values()}

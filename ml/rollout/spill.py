@@ -177,6 +177,11 @@ class SpillQueue:
             self._bytes_per_s = chosen.size_bytes / max(seconds, 1e-9)
             self._all_bytes_per_s = chosen.size_bytes / max(share, 1e-9)
 
+    def lost(self, chosen: Spillable) -> None:
+        """A write that came to nothing, which tells nothing of the next one's time."""
+        self._tick()
+        del self._running[chosen]
+
     def _tick(self) -> float:
         now = self._clock()
         if self._running:
@@ -191,17 +196,16 @@ def write_spills(
     encode: Callable[[str, SpilledKv], list[memoryview]],
     write: Callable[[str, list[memoryview]], bool],
 ) -> list[SpillRecord]:
-    """What `queue` yields, up to WRITERS at once, until a write is too late; records in the order of their starts.
+    """What `queue` yields, up to WRITERS at once; records of what was stored, in the order of their starts.
 
     read: KV of a trajectory, on the calling thread. encode(trajectory_id, kv), write(name, parts of one object), which
-    returns False when it is too late: on threads of their own. Raises what they raise.
+    returns False when it could not be stored: on threads of their own. Raises what they raise.
     """
     started: list[Future[tuple[SpillRecord | None, float]]] = []
     running: dict[Future[tuple[SpillRecord | None, float]], Spillable] = {}
-    in_time = True
     with ThreadPoolExecutor(WRITERS, "spill") as writers:
         while True:
-            while in_time and (chosen := queue.next()) is not None:
+            while (chosen := queue.next()) is not None:
                 clock = time.monotonic()
                 kv = read(chosen.trajectory_id)
                 future = writers.submit(_write_spill, chosen.trajectory_id, kv, encode, write, clock)
@@ -211,8 +215,8 @@ def write_spills(
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 record, seconds = future.result()
-                queue.wrote(running.pop(future), seconds)
-                in_time = in_time and record is not None
+                chosen = running.pop(future)
+                queue.lost(chosen) if record is None else queue.wrote(chosen, seconds)
     return [record for record, _ in (future.result() for future in started) if record is not None]
 
 
@@ -223,7 +227,7 @@ def _write_spill(
     write: Callable[[str, list[memoryview]], bool],
     started: float,
 ) -> tuple[SpillRecord | None, float]:
-    """The record, None when it is too late, and the seconds since `started`."""
+    """The record, None when it is not stored, and the seconds since `started`."""
     parts = encode(trajectory_id, kv)
     digest = _Digest(parts)
     name = f"{trajectory_id}.kv"

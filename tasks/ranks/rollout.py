@@ -40,7 +40,7 @@ from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_format import Spill, prompt_digest
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, recover, segments_of
 from schemas import keys
-from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError
+from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError, StoreError
 from tasks.ranks.process import Say, run_rank, say
 from tasks.ranks.rollout_results import Response, publish
 from tasks.ranks.shared_student import load_student
@@ -389,13 +389,21 @@ class Partition:
         def key(name: str) -> str:
             return keys.owned_object(self.lease.owned, self.lease.epoch, f"spill/{name}")
 
+        refused: dict[str, StoreError] = {}
+
         def write(name: str, parts: list[memoryview]) -> bool:
-            return _put_in_time(self.store, key(name), parts, deadline)
+            try:
+                return _put_in_time(self.store, key(name), parts, deadline)
+            except StoreError as error:  # the log has the tokens, and the store may take less: S3 has a largest object
+                refused[name] = error
+                return False
 
         for record in engine.spill(write, deadline):
             spill = Spill(record.positions, record.size_bytes, bytes.fromhex(record.digest), key(record.name))
             log.append_spill(log.number(record.trajectory_id), spill)
         log.seal()
+        for name, error in refused.items():
+            self.worker.say("kv_refused", partition=self.index, trajectory_id=name.removesuffix(".kv"), text=str(error))
 
     def _report(
         self,

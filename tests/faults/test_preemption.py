@@ -74,6 +74,20 @@ def test_an_upload_that_hangs_is_given_up(site, reference):
     assert finish(site, reference)["kv_restored"] == 0
 
 
+def test_a_spill_that_the_store_refuses_costs_no_other(site, reference):
+    """S3 takes objects of 5 GB at most, and KV of a long context may be more."""
+    worker = site.start(refuse_spills=2)
+    preempt(worker)
+    refused = worker.said("kv_refused")
+    assert refused
+    assert all("too large" in message["text"] for message in refused)
+    count = len(spills(site))
+    assert count > 0
+    resumed = finish(site, reference)
+    assert resumed["kv_restored"] == count
+    assert resumed["prefill_rebuilt"] >= len(refused)
+
+
 def test_kv_that_an_earlier_spill_restores_is_not_spilled_again(site, reference):
     first = site.start()
     preempt(first)

@@ -303,6 +303,24 @@ def test_spills_are_read_here_and_written_on_threads_of_their_own():
         assert decode_kv(data, r.name, layout(), r.trajectory_id, TOKENS).positions == r.positions
 
 
+def test_a_write_that_came_to_nothing_teaches_no_rate():
+    store = Uploads(bytes_per_s=1000.0)
+    queue = SpillQueue([spillable(name, n) for name, n in (("a", 1), ("b", 90), ("c", 30), ("d", 20))],
+                       PrefillCost(1.0, 1.0), store.now + 1.0, lambda: store.now)  # fmt: skip
+    first = queue.next()
+    assert first is not None
+    store.now += 0.01
+    queue.wrote(first, 0.01)
+    second = queue.next()
+    assert second is not None
+    assert second.trajectory_id == "b"
+    assert queue.next() is None  # no time beside it
+    store.now += 0.01
+    queue.lost(second)  # refused at once: not 900 bytes in 0.01 s
+    assert store.drain(queue) == ["c", "d"]
+    assert store.now == pytest.approx(100.52)
+
+
 def test_a_write_that_fails_is_not_passed_over():
     queue = SpillQueue([spillable(name, 5) for name in "ab"], PrefillCost(1.0, 0.0), time.monotonic() + 60)
 
