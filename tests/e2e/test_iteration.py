@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -224,11 +225,24 @@ def test_one_stage_alone_and_questions(finished):
     assert "chain_sum" in opd("sql", ready, "--data", data)
 
 
-def test_upkeep_takes_the_logs_and_nothing_else(finished, tmp_path):
+def is_superseded(data: Path, key: str) -> bool:
+    """Of a partition's owner that was not the one to finish, which the drill's may have been: its manifest lies at
+    the epoch after its finisher's."""
+    place = re.fullmatch(r"(runs/.+)/p(\d{5})/e(\d{6})/.+", key)
+    if place is None:
+        return False
+    manifest = json.loads((data / place[1] / "manifest.json").read_text())
+    return int(place[3]) != manifest["partitions"][str(int(place[2]))] - 1
+
+
+def test_upkeep_takes_logs_and_what_superseded_owners_left_and_nothing_else(finished, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(finished[0] / "data", data)
     assert ": 0 damaged" in opd("wal", "check", data)
-    kept = {key: value for key, value in object_bytes(data).items() if "/wal/" not in key and "/spill/" not in key}
+    kept = {
+        key: value for key, value in object_bytes(data).items()
+        if "/wal/" not in key and "/spill/" not in key and not is_superseded(data, key)
+    }  # fmt: skip
     assert len(kept) < len(object_bytes(data))
     opd("upkeep", "tiny", "--data", data)
     assert object_bytes(data) == kept
