@@ -27,11 +27,28 @@ from triton.experimental.gluon import language as gl
 from kernels.linear_kl.products import Fp8
 from kernels.quant import fp8_quantize_rows
 from kernels.quant.bits import E4M3_CARRY, E4M3_EXPONENT, e4m3, fp8_scale, scale_byte, top_bits
-from kernels.quant.turned import LAYOUT, TURNED, WARPS
 
 BLOCK = 128
 # Columns of the vocabulary whose second forms are held at a time, at most: enough for a product.
 _MAX_PART_COLUMNS = 16384
+_WARPS = 8
+# A tile of 128 x 128 [rows, columns], and its transpose [columns, rows] in the same threads. A thread holds 16 rows of 4
+# columns: sixteen codes of a column are 16 bytes of a row of the transpose, and two neighbouring lanes complete a sector.
+# So a tile is turned by storing each register elsewhere; nothing passes through shared memory but the maxima.
+_LAYOUT = gl.DistributedLinearLayout(
+    reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0]],
+    lane_bases=[[0, 4], [0, 8], [0, 16], [0, 32], [16, 0]],
+    warp_bases=[[0, 64], [32, 0], [64, 0]],
+    block_bases=[],
+    shape=[128, 128],
+)
+_TURNED = gl.DistributedLinearLayout(
+    reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0]],
+    lane_bases=[[4, 0], [8, 0], [16, 0], [32, 0], [0, 16]],
+    warp_bases=[[64, 0], [0, 32], [0, 64]],
+    block_bases=[],
+    shape=[128, 128],
+)
 
 
 def part_columns(columns: int) -> int:
@@ -75,9 +92,9 @@ def turned_gradient(dz_GV: Fp8, out_VG: Fp8) -> None:
         G,
         V,
         dz_GV.codes.stride(0),
-        LAYOUT,
-        TURNED,
-        num_warps=WARPS,
+        _LAYOUT,
+        _TURNED,
+        num_warps=_WARPS,
     )
 
 
