@@ -32,9 +32,9 @@ BLOCK = 128
 # Columns of the vocabulary whose second forms are held at a time, at most: enough for a product.
 _MAX_PART_COLUMNS = 16384
 _WARPS = 8
-# A tile of 128 x 128 [rows, columns], and its transpose [columns, rows] in the same threads. A thread holds 16 rows of 4
-# columns: sixteen codes of a column are 16 bytes of a row of the transpose, and two neighbouring lanes complete a sector.
-# So a tile is turned by storing each register elsewhere; nothing passes through shared memory but the maxima.
+# A tile of 128 x 128 [rows, columns], and its transpose [columns, rows] in the same threads. A thread holds 16 rows of
+# 4 columns: sixteen codes of a column are 16 bytes of a row of the transpose, and two neighbouring lanes complete a
+# sector. So a tile is turned by storing each register elsewhere; only the maxima pass through shared memory.
 _LAYOUT = gl.DistributedLinearLayout(
     reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0]],
     lane_bases=[[0, 4], [0, 8], [0, 16], [0, 32], [16, 0]],
