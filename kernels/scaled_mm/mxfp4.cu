@@ -40,7 +40,7 @@ __device__ __forceinline__ void init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Branches and predicates are within the text: one that the compiler sees amid products in flight makes it wait for each.
+// Branches are within the text: one that the compiler sees amid products in flight makes it wait for each of them.
 __device__ __forceinline__ void wait(u32 barrier, u32 parity, bool needed = true) {
   asm volatile(
       "{\n.reg .pred done;\nsetp.eq.u32 done, %2, 0;\n@done bra over;\nagain:\n"
@@ -88,8 +88,7 @@ __device__ __forceinline__ void copy_x(u32 target, const TensorMap* map, u32 k, 
 }
 
 // Eight codes of a word to the left operand of one product: a turn of the word and a mask put sign and magnitude of one
-// column in each half word (packing.BITS says where they lie); scales hold those of row n in the lower half, of n + 8 in
-// the upper.
+// column in each half word (packing.BITS says where they lie). scales: of row n in the lower half, n + 8 in the upper.
 __device__ __forceinline__ void decode(u32 word, u32 scales, u32* operand) {
   asm volatile(
       "{\n.reg .b32 x0, x1, x2, x3, x4, upper, lower;\n.reg .b16 n, n_8;\n"
@@ -157,7 +156,7 @@ __device__ __forceinline__ void fetch(const TensorMap* x_map, const u32* words, 
   }
 }
 
-// Sums, rounded, to y by way of the group's words in shared memory, 64 rows of x at a time, so that a store is 16 bytes.
+// Sums, rounded, to y by way of the group's words in shared memory, 64 rows of x at a time: a store is 16 bytes.
 __device__ __forceinline__ void store(const float* sums, u32 group, u32 memory, unsigned short* y, u32 first_n,
                                       u32 first_m, u32 rows, u32 outputs) {
   const u32 thread = threadIdx.x & 127, warp = thread / 32, lane = thread & 31;
