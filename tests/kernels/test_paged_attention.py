@@ -1,9 +1,16 @@
 """The contract of paged attention, and the decode kernel in Triton's interpreter against a float64 oracle.
 
-The Gluon prefill kernel has no interpreter: its tests, and all bit comparisons between the two, need a CUDA device.
+The Gluon prefill kernel has no interpreter: its tests, and all bit comparisons between the two, need a CUDA device. To
+compile it for one does not.
 """
 
 from __future__ import annotations
+
+import multiprocessing
+import re
+import subprocess
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,3 +232,47 @@ def test_rows_keep_their_bits_on_the_gpu(channels, page_tokens, split_tokens):
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
     assert error(paged_attention(*small, split_tokens=split_tokens), oracle(*small)) < 5e-3
+
+
+def compile_prefill(heads: int, kv_heads: int, channels: int, folder: Path) -> tuple[str, int]:
+    """What the assembler that ships with Triton says of the kernel for sm_90; bytes of shared memory that it takes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.knobs import nvidia
+
+    from kernels.paged_attention.kernel import KEYS
+    from kernels.paged_attention.prefill import STAGES, WARPS, _prefill
+
+    box = [KEYS, channels]
+    descriptor = f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+    constants = {"HEADS": heads, "GROUP": heads // kv_heads, "C": channels, "PAGE": 64, "SPLIT": 512, "KEYS": KEYS,
+                 "STAGES": STAGES[channels], "num_warps": WARPS}  # fmt: skip
+    pointers = {"q_ptr": "*bf16", "table_ptr": "*i32", "cu_rows_ptr": "*i32", "kv_tokens_ptr": "*i32", "o_ptr": "*bf16"}
+    types = pointers | {"k_desc": descriptor, "v_desc": descriptor, "sequences": "i32", "table_width": "i32",
+                        "scale": "fp32"} | dict.fromkeys(constants, "constexpr")  # fmt: skip
+    names = _prefill.arg_names
+    source = GluonASTSource(
+        fn=_prefill, signature={name: types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
+    )  # fmt: skip
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    (folder / "prefill.ptx").write_text(compiled.asm["ptx"])
+    command = [nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "prefill.ptx"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stderr, (
+        compiled.metadata.shared
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "channels"), [(32, 8, 64), (9, 3, 64), (16, 8, 128)])
+def test_prefill_compiles_with_its_products_in_flight(tmp_path, monkeypatch, heads, kv_heads, channels):
+    # In a process of its own: the interpreter of other tests leaves its marks on Triton.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        said, shared_bytes = fresh.submit(compile_prefill, heads, kv_heads, channels, tmp_path).result()
+    assert re.search("Used [0-9]+ registers", said), said
+    assert "0 bytes spill stores, 0 bytes spill loads" in said, said
+    assert "wgmma" not in said, said  # as in "will be serialized"
+    assert shared_bytes <= 227 * 1024 // 2  # two programs a multiprocessor
