@@ -105,6 +105,20 @@ class Site:
         assert len(parsed) == found.manifest["num_rows"] == 9
         return shard, parsed, content_digest(TRAJECTORIES, parsed)
 
+    def outcome(self) -> tuple[bytes, str]:
+        """`result` without its rows."""
+        shard, _, content = self.result()
+        return shard, content
+
+    def start_zombie(self, when: str, scratch: str = "node") -> Run:
+        """A worker that stands still, to be sent SIGCONT: amid "sampling", or "finishing" with all but its manifest."""
+        zombie = self.start(scratch, pause="SIGSTOP" if when == "finishing" else "")
+        if when == "sampling":
+            zombie.until_sampling(40)
+            zombie.send(signal.SIGSTOP)
+        zombie.until_stopped()
+        return zombie
+
     def finished_epoch(self) -> int | None:
         found = leases.finished(self.store, OWNED)
         return found and found.epoch
@@ -157,3 +171,11 @@ class Run:
 
     def output(self) -> str:
         return "".join(p.read_text() for p in (self._said, self._errors) if p.exists())
+
+
+def undisturbed(folder: Path, model: Path) -> tuple[bytes, str]:
+    """`Site.outcome` of a worker that nobody disturbs."""
+    site = Site(folder, model)
+    run = site.start()
+    assert run.status() == 0, run.output()
+    return site.outcome()

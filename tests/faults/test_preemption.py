@@ -10,7 +10,7 @@ import pytest
 
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED
-from tests.rollout_site import OWNED, Run, Site
+from tests.rollout_site import OWNED, Run, Site, undisturbed
 from tests.tiny import tiny_model
 
 
@@ -21,11 +21,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, model) -> tuple[bytes, str]:
-    site = Site(tmp_path_factory.mktemp("reference"), model)
-    run = site.start()
-    assert run.status() == 0, run.output()
-    shard, _, content = site.result()
-    return shard, content
+    return undisturbed(tmp_path_factory.mktemp("reference"), model)
 
 
 @pytest.fixture
@@ -38,8 +34,7 @@ def finish(site: Site, reference: tuple[bytes, str]) -> dict:
     shutil.rmtree(site.folder / "node")
     heir = site.start("other-node")
     assert heir.status() == 0, heir.output()
-    shard, _, content = site.result()
-    assert (shard, content) == reference
+    assert site.outcome() == reference
     return heir.said("resumed")[0]
 
 

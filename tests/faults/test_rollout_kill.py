@@ -219,11 +219,7 @@ def test_killed_between_objects_and_manifest(site, reference):
 
 @pytest.mark.parametrize("when", ["sampling", "finishing"])
 def test_zombie_is_refused_and_nothing_of_it_is_read(site, reference, when):
-    zombie = site.start("node", pause="SIGSTOP" if when == "finishing" else "")
-    if when == "sampling":
-        zombie.until_sampling(40)
-        zombie.send(signal.SIGSTOP)
-    zombie.until_stopped()
+    zombie = site.start_zombie(when)
     heir = site.start("other-node")
     assert heir.status() == 0, heir.output()
     made = {key: site.store.get(key) for key in site.store.list(OWNED) if "/heartbeats/" not in key}

@@ -12,7 +12,7 @@ import pytest
 from schemas import keys
 from schemas.errors import OpdError
 from tasks.upkeep import upkeep
-from tests.rollout_site import OWNED, PREFIX, Site
+from tests.rollout_site import OWNED, PREFIX, Site, undisturbed
 from tests.tiny import tiny_model
 
 
@@ -23,11 +23,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, model) -> tuple[bytes, str]:
-    site = Site(tmp_path_factory.mktemp("reference"), model)
-    run = site.start()
-    assert run.status() == 0, run.output()
-    shard, _, content = site.result()
-    return shard, content
+    return undisturbed(tmp_path_factory.mktemp("reference"), model)
 
 
 @pytest.fixture
@@ -66,18 +62,13 @@ def test_a_live_worker_keeps_its_log_and_folder(site, reference):
     assert sorted((site.folder / "scratch").rglob("*")) == files
     worker.send(signal.SIGCONT)
     assert worker.status() == 0, worker.output()
-    shard, _, content = site.result()
-    assert (shard, content) == reference
+    assert site.outcome() == reference
 
 
 @pytest.mark.parametrize("when", ["sampling", "finishing"])
 def test_a_zombie_loses_only_what_nobody_reads(site, reference, when):
     """It finds its folder and objects gone, and ends as it would have; what it writes then is found the next time."""
-    zombie = site.start("scratch/kills/wal", pause="SIGSTOP" if when == "finishing" else "")
-    if when == "sampling":
-        zombie.until_sampling(40)
-        zombie.send(signal.SIGSTOP)
-    zombie.until_stopped()
+    zombie = site.start_zombie(when, "scratch/kills/wal")
     heir = site.start("other-node")
     assert heir.status() == 0, heir.output()
     put_manifest(site, {"3": 3})
@@ -90,10 +81,8 @@ def test_a_zombie_loses_only_what_nobody_reads(site, reference, when):
     zombie.send(signal.SIGCONT)
     assert zombie.status() in {kind.exit_status for kind in OpdError.__subclasses__()}, zombie.output()
     assert zombie.said("finished") == []
-    shard, _, content = site.result()
-    assert (shard, content) == reference
+    assert site.outcome() == reference
     old_upkeep(site)
     assert not [key for key in site.store.list(OWNED) if "/e000001/" in key]
     assert {count for _, count in old_upkeep(site)} == {0}
-    shard, _, content = site.result()
-    assert (shard, content) == reference
+    assert site.outcome() == reference

@@ -248,6 +248,15 @@ def test_kernels_decode_every_code_under_every_scale():
         assert torch.equal(bits(found), bits(quant.mxfp4_dequantize(codes, scales, dtype, impl="reference")))
 
 
+def assert_lossless_equal(blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    """Codes, tile scales and verdicts of the kernel are the reference's."""
+    found = quant.mxfp4_to_fp8(blocks.cuda(), scales.cuda(), impl="kernel")
+    wanted = quant.mxfp4_to_fp8(blocks, scales, impl="reference")
+    assert torch.equal(blanked(*found[:2]).cpu(), blanked(*wanted[:2]))
+    assert torch.equal(bits(found[1]), bits(wanted[1]))
+    assert torch.equal(found[2].cpu(), wanted[2])
+
+
 @GPU
 @pytest.mark.parametrize("spread", [0, 8, 11, 13, 14, 15, 16, 40, 250])
 def test_lossless_kernel_equals_reference_at_every_spread(spread):
@@ -257,11 +266,7 @@ def test_lossless_kernel_equals_reference_at_every_spread(spread):
         blocks[torch.rand(300, 160, generator=generator) < 0.2] = 0
         scales = torch.randint(low, low + spread + 1, (300, 10), generator=generator).to(torch.uint8)
         blocks[:40, :32] = 0
-        found = quant.mxfp4_to_fp8(blocks.cuda(), scales.cuda(), impl="kernel")
-        wanted = quant.mxfp4_to_fp8(blocks, scales, impl="reference")
-        assert torch.equal(blanked(*found[:2]).cpu(), blanked(*wanted[:2]))
-        assert torch.equal(bits(found[1]), bits(wanted[1]))
-        assert torch.equal(found[2].cpu(), wanted[2])
+        assert_lossless_equal(blocks, scales)
 
 
 @GPU
@@ -275,11 +280,7 @@ def test_lossless_kernel_equals_reference_on_ragged_tiles(rows, groups):
         zero = torch.rand(rows, groups, generator=generator) < 0.3
         blocks.view(rows, groups, 16)[zero] &= 0x88  # of both signs
         scales = torch.randint(low, high + 1, (rows, groups), generator=generator).to(torch.uint8)
-        found = quant.mxfp4_to_fp8(blocks.cuda(), scales.cuda(), impl="kernel")
-        wanted = quant.mxfp4_to_fp8(blocks, scales, impl="reference")
-        assert torch.equal(blanked(*found[:2]).cpu(), blanked(*wanted[:2]))
-        assert torch.equal(bits(found[1]), bits(wanted[1]))
-        assert torch.equal(found[2].cpu(), wanted[2])
+        assert_lossless_equal(blocks, scales)
 
 
 @GPU

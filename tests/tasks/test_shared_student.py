@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import EXIT_PREEMPTED, ConfigError
-from tests.rollout_site import Run, Site
+from tests.rollout_site import Run, Site, undisturbed
 from tests.tiny import tiny_model
 
 
@@ -20,10 +20,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, model) -> tuple[bytes, str]:
-    site = Site(tmp_path_factory.mktemp("reference"), model)
-    assert site.start().status() == 0
-    shard, _, digest = site.result()
-    return shard, digest
+    return undisturbed(tmp_path_factory.mktemp("reference"), model)
 
 
 @pytest.fixture
@@ -31,11 +28,6 @@ def site(tmp_path, model) -> Site:
     site = Site(tmp_path, model)
     site.work["ranks"] = 2
     return site
-
-
-def assert_same(site: Site, reference: tuple[bytes, str]) -> None:
-    shard, _, digest = site.result()
-    assert (shard, digest) == reference
 
 
 def other_ranks(run: Run) -> list[int]:
@@ -48,7 +40,7 @@ def other_ranks(run: Run) -> list[int]:
 def test_two_ranks_write_the_bytes_of_one(site, reference):
     run = site.start()
     assert run.status() == 0, run.output()
-    assert_same(site, reference)
+    assert site.outcome() == reference
 
 
 def test_a_dead_rank_ends_its_worker_and_the_heir_goes_on(site, reference):
@@ -61,7 +53,7 @@ def test_a_dead_rank_ends_its_worker_and_the_heir_goes_on(site, reference):
     heir = site.start()
     assert heir.status() == 0, heir.output()
     assert sum(heir.said("resumed")[0]["recovered"].values()) >= 30
-    assert_same(site, reference)
+    assert site.outcome() == reference
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -78,7 +70,7 @@ def test_kv_is_resumed_by_as_many_ranks_and_rebuilt_by_another_number(site, refe
     assert (resumed["kv_restored"] > 0) == (ranks == 2)
     assert (resumed["prefill_rebuilt"] > 0) == (ranks == 1)
     assert all("ranks" in message["text"] for message in heir.said("kv_refused"))
-    assert_same(site, reference)
+    assert site.outcome() == reference
 
 
 def test_heads_that_the_ranks_cannot_share_are_refused(site):
