@@ -1,4 +1,4 @@
-"""Measuring instruments of tests and benches: error, poison, time and memory on the device at hand.
+"""Measuring instruments of tests and benches: error, time and memory on the device at hand.
 
 Invariant: nothing here is imported by an op.
 """
@@ -27,11 +27,6 @@ def check(condition: bool, what: str) -> None:
     """Raise CheckFailed, naming what is wrong, unless the condition holds."""
     if not condition:
         raise CheckFailed(what)
-
-
-def poison_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with what no kernel should let pass: NaN, or all bits set in integer tensors."""
-    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
 def median_ms(call: Callable[[], object], *, repeats: int = 20, warmup: int = 3) -> float:
