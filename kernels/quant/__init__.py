@@ -3,7 +3,8 @@
 MXFP4: a block is 32 columns of a row. `blocks` uint8 [N, K/2] holds two E2M1 codes a byte, the even column in the
 low nibble; `scales` uint8 [N, K/32] holds E8M0 exponents: byte b is 2^(b - 127), 255 is NaN.
 FP8: E4M3 codes with fp32 scales that are powers of two, a block being 1 x 128 (activations) or 128 x 128 (weights);
-blocks at ragged edges are smaller. value = code * scale in both.
+blocks at ragged edges are smaller. value = code * scale in both. Scales of 1 x 128 blocks lie column by column (they
+are the transpose of a dense [ceil(K/128), M]), as the library's product takes them.
 
 The scale is the smallest power of two that clips nothing: 2^ceil(log2(amax / 6)) or /448, no smaller than 2^-126.
 Codes round to nearest, ties to even, and keep the sign of zero. A block that holds inf or NaN gets the scale NaN and
@@ -69,7 +70,7 @@ def fp8_quantize_tiles(w_NK: torch.Tensor, *, impl: Implementation | None = None
 
 
 def fp8_quantize_rows(x_MK: torch.Tensor, *, impl: Implementation | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes e4m3 [M, K], scales fp32 [M, ceil(K/128)]) of an fp32 or bf16 matrix."""
+    """(codes e4m3 [M, K], scales fp32 [M, ceil(K/128)], column by column) of an fp32 or bf16 matrix."""
     _check_matrix("x_MK", x_MK, (torch.float32, torch.bfloat16))
     return _implementation(x_MK, impl).fp8_quantize_rows(x_MK.contiguous())
 
@@ -79,7 +80,7 @@ def fp8_quantize_both(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`fp8_quantize_rows` of x_MK and of its transpose, of bf16 from one read: (codes [M, K], scales
     [M, ceil(K/128)], codes [K, M], scales [K, ceil(M/128)]). The second pair is what a weight gradient sums over
-    tokens; its codes may be a view whose rows lie a multiple of 16 bytes apart. Scales may lie column by column."""
+    tokens; its codes may be a view whose rows lie a multiple of 16 bytes apart."""
     _check_matrix("x_MK", x_MK, (torch.float32, torch.bfloat16))
     return _implementation(x_MK, impl).fp8_quantize_both(x_MK.contiguous())
 

@@ -35,7 +35,8 @@ from kernels.quant.lossless import mxfp4_to_fp8 as mxfp4_to_fp8
 _TWO_TO_126 = tl.constexpr(2.0**126)
 _ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 _BLOCKS_A_PROGRAM = 128
-_ROWS_A_PROGRAM = 16
+# Whose scales of 128 columns are a line.
+_ROWS_A_PROGRAM = 32
 
 
 def mxfp4_quantize(x_NK):
@@ -76,12 +77,12 @@ def fp8_quantize_tiles(w_NK):
 def fp8_quantize_rows(x_MK):
     M, K = x_MK.shape
     codes = torch.empty(M, K, dtype=torch.float8_e4m3fn, device=x_MK.device)
-    scales = torch.empty(M, _parts(K, 128), dtype=torch.float32, device=x_MK.device)
+    scales = torch.empty(_parts(K, 128), M, dtype=torch.float32, device=x_MK.device)
     if codes.numel():
-        # One dimension: the others end at 65,535 programs, a million rows.
-        grid = (scales.shape[1] * _parts(M, _ROWS_A_PROGRAM),)
-        _fp8_rows[grid](x_MK, codes.view(torch.uint8), scales, M, K, ROWS=_ROWS_A_PROGRAM, num_warps=4)
-    return codes, scales
+        # One dimension: the others end at 65,535 programs, two million rows.
+        grid = (len(scales) * _parts(M, _ROWS_A_PROGRAM),)
+        _fp8_rows[grid](x_MK, codes.view(torch.uint8), scales, M, K, ROWS=_ROWS_A_PROGRAM, num_warps=8)
+    return codes, scales.t()
 
 
 def fp8_quantize_both(x_MK):
@@ -181,4 +182,4 @@ def _fp8_rows(x, codes, scales, M, K, ROWS: tl.constexpr):
     byte = scale_byte(top, E4M3_EXPONENT, E4M3_CARRY)
     tl.store(codes + row[:, None] * K + column[None, :], e4m3(values, byte[:, None]), mask=inside)
     scale = fp8_scale(top, byte)
-    tl.store(scales + row * blocks + block, scale, mask=row < M)
+    tl.store(scales + block.to(tl.int64) * M + row, scale, mask=row < M)

@@ -60,7 +60,7 @@ def fp8_quantize_rows(x_MK):
     M, K = x_MK.shape
     codes, scales = _fp8(_padded(x_MK.float(), 1, 128).reshape(M, -(-K // 128), 128))
     codes = codes.view(torch.uint8).reshape(M, -(-K // 128) * 128)
-    return codes[:, :K].contiguous().view(torch.float8_e4m3fn), scales
+    return codes[:, :K].contiguous().view(torch.float8_e4m3fn), scales.t().contiguous().t()
 
 
 def fp8_quantize_both(x_MK):

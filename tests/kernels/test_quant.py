@@ -119,6 +119,22 @@ def test_both_orientations_are_those_of_the_matrix_and_its_transpose():
         assert torch.equal(bits(found), bits(wanted))
 
 
+@pytest.mark.parametrize("impl", ["reference", pytest.param("kernel", marks=GPU)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (31, 129), (33, 500), (300, 128)])
+def test_scales_of_rows_lie_column_by_column(rows, columns, dtype, impl):
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = x.to("cuda" if impl == "kernel" else "cpu")
+    _, scales, _, turned_scales = quant.fp8_quantize_both(x, impl=impl)
+    for found, shape in (
+        (quant.fp8_quantize_rows(x, impl=impl)[1], (rows, -(-columns // 128))),
+        (scales, (rows, -(-columns // 128))),
+        (turned_scales, (columns, -(-rows // 128))),
+    ):
+        assert found.shape == shape
+        assert found.t().is_contiguous()
+
+
 @settings(max_examples=60, deadline=None)
 @given(spread=st.integers(0, 16), base=st.integers(20, 200), seed=st.integers(0, 999))
 def test_fp8_verdict_is_what_rational_arithmetic_says(spread, base, seed):
