@@ -108,12 +108,12 @@ def _step(inputs, rows=None, **options):
 
 
 def _own_figures(name, inputs, precision, chunk_bytes, most_gib, most_ms, most_error):
-    from kernels.linear_kl import kernel
+    from kernels.linear_kl import workspace
 
     def step():
         return _step(inputs, chunk_bytes=chunk_bytes, precision=precision)
 
-    kernel.release_workspaces()
+    workspace.release()
     inputs.clear()
     torch.cuda.empty_cache()
     peak = peak_bytes(step) / _GIB
@@ -202,17 +202,17 @@ def _liger_figures(name, inputs):
 
 def _long_figures():
     """A million tokens in one call, whose workspace must be that of 8192."""
-    from kernels.linear_kl import kernel
+    from kernels.linear_kl import workspace
 
     tokens, width, vocabulary, chunk_bytes = _LONG
-    kernel.release_workspaces()
+    workspace.release()
     inputs = _Inputs(tokens, width, vocabulary)
 
     def step(rows):
         return _step(inputs, rows, chunk_bytes=chunk_bytes)
 
     step(8192)
-    workspace = kernel.workspace_bytes()
+    held = workspace.held_bytes()
     start = time.monotonic()
     kl_N = step(tokens)
     torch.cuda.synchronize()
@@ -222,5 +222,5 @@ def _long_figures():
     check(kl_error < 1e-4 and dh_error < 2.5e-3, f"million tokens: KL off by {kl_error}, dX by {dh_error}")
     return {
         "million_tokens": figure(seconds, "s", ""),
-        "million_tokens_workspace_growth": figure(kernel.workspace_bytes() / workspace, "x", "<= 1.0"),
+        "million_tokens_workspace_growth": figure(workspace.held_bytes() / held, "x", "<= 1.0"),
     }

@@ -337,7 +337,7 @@ def test_kl_and_dx_are_the_same_bits_for_any_chunk_and_any_number_of_rows(V):
 
 @GPU
 def test_workspace_is_allocated_once_and_may_hold_anything():
-    from kernels.linear_kl import kernel
+    from kernels.linear_kl import workspace
 
     case = random_case(N=150, D=64, E=48, V=1000).to("cuda", torch.bfloat16)
     expected = run(case, chunk_bytes=1 << 20)
@@ -347,12 +347,12 @@ def test_workspace_is_allocated_once_and_may_hold_anything():
         part = Case(case.h_ND[:rows], case.w_VD, case.t_NE[:rows], case.u_VE, case.weight_N[:rows])
         h, w = part.h_ND.detach().requires_grad_(), part.w_VD.detach().requires_grad_()
         linear_kl(h, w, part.t_NE, part.u_VE, part.weight_N, chunk_bytes=1 << 20)[0].backward()
-        addresses |= {buffer.data_ptr() for buffer in kernel._buffers.values()}
+        addresses |= {buffer.data_ptr() for buffer in workspace.buffers.values()}
         if step >= 500:
             reserved.add(torch.cuda.memory_reserved())
-    assert len(addresses) == len(kernel._buffers)
+    assert len(addresses) == len(workspace.buffers)
     assert len(reserved) == 1
-    for buffer in kernel._buffers.values():
+    for buffer in workspace.buffers.values():
         buffer.fill_(255)  # NaN in every dtype
     for ours, wanted in zip(run(case, chunk_bytes=1 << 20), expected, strict=True):
         assert torch.equal(ours, wanted)

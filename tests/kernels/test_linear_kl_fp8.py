@@ -175,10 +175,10 @@ def test_kl_and_dx_are_the_same_bits_for_any_chunk_and_any_number_of_rows(V, pre
 @pytest.mark.parametrize("precision", MODES)
 @pytest.mark.parametrize("vocab_size", [1031, 1152])
 def test_one_slab_whose_logits_lie_where_the_head_gradient_will_be(vocab_size, precision, monkeypatch):
-    from kernels.linear_kl import kernel
+    from kernels.linear_kl import workspace
 
-    taken, take = [], kernel._Room.take
-    monkeypatch.setattr(kernel._Room, "take", lambda self, *shape: taken.append(shape) or take(self, *shape))
+    taken, take = [], workspace.Room.take
+    monkeypatch.setattr(workspace.Room, "take", lambda self, *shape: taken.append(shape) or take(self, *shape))
     case = wide_case(N=300, V=1400, D=256, E=64).to("cuda", torch.bfloat16)
     case.w_VD[vocab_size:], case.u_VE[vocab_size:] = float("nan"), float("inf")
     case.weight_N[3::7] = 0
@@ -186,7 +186,7 @@ def test_one_slab_whose_logits_lie_where_the_head_gradient_will_be(vocab_size, p
     expected = run(case, chunk_bytes=1 << 30, **options)
     assert not taken
     for _ in range(2):
-        for buffer in kernel._buffers.values():
+        for buffer in workspace.buffers.values():
             buffer.fill_(255)  # NaN in every dtype
         found = run(case, chunk_bytes=460_000, **options)
         for ours, wanted in zip(found, expected, strict=True):
@@ -204,7 +204,7 @@ def test_one_slab_whose_logits_lie_where_the_head_gradient_will_be(vocab_size, p
 @pytest.mark.parametrize("V", [1000, 1031])
 @pytest.mark.parametrize("precision", MODES)
 def test_workspace_is_allocated_once_and_may_hold_anything(precision, V):
-    from kernels.linear_kl import kernel
+    from kernels.linear_kl import workspace
 
     case = wide_case(N=600, V=V).to("cuda", torch.bfloat16)
     options = {"chunk_bytes": 1 << 20, "precision": precision}
@@ -214,12 +214,12 @@ def test_workspace_is_allocated_once_and_may_hold_anything(precision, V):
         rows = 1 + step * 37 % 600
         part = Case(case.h_ND[:rows], case.w_VD, case.t_NE[:rows], case.u_VE, case.weight_N[:rows])
         run(part, **options)
-        addresses |= {buffer.data_ptr() for buffer in kernel._buffers.values()}
+        addresses |= {buffer.data_ptr() for buffer in workspace.buffers.values()}
         if step >= 200:
             reserved.add(torch.cuda.memory_reserved())
-    assert len(addresses) == len(kernel._buffers)
+    assert len(addresses) == len(workspace.buffers)
     assert len(reserved) == 1
-    for buffer in kernel._buffers.values():
+    for buffer in workspace.buffers.values():
         buffer.fill_(255)  # NaN in every dtype
     for ours, wanted in zip(run(case, **options), expected, strict=True):
         assert torch.equal(ours, wanted)
