@@ -5,13 +5,15 @@
 //   one thread    words, exponents, x          memory -> ring in shared memory
 //   GROUPS groups decode and multiply          words -> registers, the products' left operand; x from the ring -> sums
 //
-// Each group keeps the sums of its own 64 rows. While its products of 64 columns run, it decodes the next 64. Decoded
-// weights never touch memory.
+// Each group keeps the sums of its own 64 rows. While its products of 64 columns run, it decodes the next 64: with two
+// SETS of operands as soon as the products before are done, with four without waiting, between the two halves of the
+// products. Decoded weights never touch memory.
 //
 // Invariant: K is summed in ascending steps of 16 in one fp32 sum, as in dense.py.
 //
 // Compile-time parameters: GROUPS; ROWS of x a block, a multiple of 16; TILES of 64 columns a slot of the ring (1, 2 or
-// 4); SLOTS; and the text of an instruction with ROWS / 2 sums: SUMS, its constraints, and OPERANDS, their names.
+// 4); SLOTS; SETS, 2 or 4; and the text of an instruction with ROWS / 2 sums: SUMS, its constraints, and OPERANDS, their
+// names.
 // Letters: N rows of the weight, M rows of x, K columns of both.
 
 typedef unsigned int u32;
@@ -211,8 +213,8 @@ __device__ __forceinline__ void multiply_rows(u32 group, u32 memory, unsigned sh
   for (u32 i = 0; i < ROWS / 2; ++i)  // not moved past the fence that makes them the products' own
     asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sums[i]));
 
-  // Of an even tile and of an odd one.
-  u32 operands[2][4][4], words[2][4], exponents[2];
+  u32 operands[SETS][4][4];
+  u32 words[2][4], exponents[2];  // of an even tile and of an odd one
   auto load = [&](u32 slot, u32 tile, u32 odd) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[odd][0]), "=r"(words[odd][1]), "=r"(words[odd][2]), "=r"(words[odd][3])
@@ -223,10 +225,11 @@ __device__ __forceinline__ void multiply_rows(u32 group, u32 memory, unsigned sh
                  : "r"(exponents_at + (slot * TILES + tile) * EXPONENT_BYTES)
                  : "memory");
   };
-  auto decode_quarter = [&](u32 odd, u32 quarter) {
+  auto decode_quarter = [&](u32 tile, u32 quarter) {
     // Bytes are (row n, n + 8) x (half of the columns); an exponent seven bits up is a power of two in bf16.
+    const u32 odd = tile % 2;
     u32 scales = (quarter < 2 ? exponents[odd] << 7 : exponents[odd] >> 1) & 0x7F807F80;
-    decode(words[odd][quarter], scales, operands[odd][quarter]);
+    decode(words[odd][quarter], scales, operands[tile % SETS][quarter]);
   };
 
   // Words are loaded two tiles ahead of their products and decoded one tile ahead.
@@ -258,13 +261,18 @@ __device__ __forceinline__ void multiply_rows(u32 group, u32 memory, unsigned sh
         ready = passed(memory + FULL_AT + next.slot * 8, next.parity);
       }
       u64 x = x_at + (place.slot * TILES + i % TILES) * (X_BYTES / 16);
-      multiply_fence();
+      constexpr u32 PART = SETS == 2 ? 4 : 2;  // of the four products of a tile
 #pragma unroll
-      for (u32 quarter = 0; quarter < 4; ++quarter) multiply(sums, operands[i % 2][quarter], x + quarter * 2);
-      multiply_commit();
-      multiply_wait<1>();
+      for (u32 part = 0; part < 4; part += PART) {
+        multiply_fence();
 #pragma unroll
-      for (u32 quarter = 0; quarter < 4; ++quarter) decode_quarter((i + 1) % 2, quarter);
+        for (u32 q = part; q < part + PART; ++q) multiply(sums, operands[i % SETS][q], x + q * 2);
+        multiply_commit();
+        if (SETS == 2) multiply_wait<1>();
+#pragma unroll
+        for (u32 q = part; q < part + PART; ++q) decode_quarter(i + 1, q);
+      }
+      if (SETS == 4) multiply_wait<2>();
       // The products of the tile before are done.
       if (i % TILES == 0) arrive(memory + EMPTY_AT + last_slot * 8, lane == 0 && first + i > 0);
       if (i % TILES == TILES - 1) {

@@ -41,6 +41,7 @@ class Block:
     tiles: int
     slots: int
     wave_us: float
+    sets: int = 2
 
     @property
     def shared_bytes(self) -> int:
@@ -52,17 +53,18 @@ class Block:
         names = [f"%{i}" for i in range(sums + 5)]
         return {
             "ROWS": self.rows, "GROUPS": self.groups, "TILES": self.tiles, "SLOTS": self.slots,
+            "SETS": self.sets,
             "SUMS": ",".join(f'"+f"(sums[{i}])' for i in range(sums)),
             "OPERANDS": f'"{{{",".join(names[:sums])}}}, {{{",".join(names[sums:-1])}}}, {names[-1]}"',
         }  # fmt: skip
 
 
-#: What `block_for` chooses from: rows, groups, tiles, slots, microseconds (BENCH.md).
+#: What `block_for` chooses from: rows, groups, tiles, slots, microseconds (BENCH.md), sets of operands.
 BLOCKS = (
     Block(16, 1, 4, 8, 12.9),
     Block(32, 1, 4, 8, 13.8),
     Block(48, 1, 4, 6, 15.5),
-    Block(64, 1, 4, 5, 16.9),
+    Block(64, 1, 4, 5, 16.6, sets=4),
     Block(80, 1, 4, 4, 19.0),
     Block(96, 1, 2, 7, 22.0),
     Block(112, 1, 2, 6, 23.7),
