@@ -3,7 +3,7 @@
     loss, kl_N = linear_kl(h_ND, w_VD, t_NE, u_VE, weight_N)        loss = sum_n weight_N[n] * kl_N[n]
 
 Student logits are h_ND w_VD', teacher logits t_NE u_VE', both fp32 and neither ever whole: rows are taken in
-chunks whose size follows from `chunk_bytes`, never from N. Both gradients are formed in the forward pass, where
+chunks whose size `chunk_bytes` bounds, whatever N is. Both gradients are formed in the forward pass, where
 the logits are at hand, with the weights folded in; backward only multiplies them by the upstream scalar.
 
 Legend: N packed tokens, D student width, E teacher width, V vocabulary, C tokens of a chunk.

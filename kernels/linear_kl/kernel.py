@@ -1,15 +1,14 @@
 """linear_kl on CUDA: library products with fp32 logits around one Triton pass that turns logits into gradients.
 
-Rows go in slabs of G tokens, a slab's logits in chunks of L <= G:
+Rows go in slabs of G tokens, a slab's logits in chunks of L <= G, its gradients in parts of the vocabulary:
 
     for each slab:  for each chunk:  z_s = h w', z_t = t u'  (fp32)   ->  kl, dz (rows of the slab, dtype of h or FP8)
-                    dX[slab] = dz w        dW += dz' h  (fp32 sums; the first slab overwrites)
+                    for each part:   dX[slab] += dz w     dW[part] += dz' h  (fp32 sums; the first slab overwrites)
 
-Two sizes because the products want different things: logits cost 8 bytes each and are satisfied with L rows, while
-dW is read and written whole once a slab, so a slab is long and holds only dz. All buffers lie in one workspace a
-device and stream, allocated once. Rows are padded to a multiple of 16, or 128 for FP8, with weight 0. In FP8 the last
-two products go through the vocabulary in parts, whose turned operands are made as they are needed; and where one slab
-takes the whole batch, logits and the FP8 heads lie where dW will be, since they are done with before dW is written.
+Two sizes of rows because the products want different things: logits cost 8 bytes each and are satisfied with L rows,
+while dW is read and written whole once a slab, so a slab is long and holds only dz. The longest takes the batch, with
+most of dz in the memory that dW is then written to (see workspace.py); parts are there for that, and for FP8, whose
+turned operands are made as they are needed. Rows are padded to a multiple of 16, or 128 for FP8, with weight 0.
 
 Legend: N packed tokens, G tokens of a slab, L tokens of a chunk, D student width, E teacher width, V vocabulary.
 """
@@ -27,7 +26,7 @@ import triton.language as tl
 
 from kernels.linear_kl import fp8, products, workspace
 from kernels.linear_kl.products import Fp8
-from kernels.linear_kl.workspace import Room, Workspace, logit_columns
+from kernels.linear_kl.workspace import Parts, Room, Sizes, Workspace
 from kernels.quant.bits import E4M3_CARRY, E4M3_EXPONENT, e4m3, fp8_scale, scale_byte, top_bits
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -37,55 +36,70 @@ _LN2 = tl.constexpr(0.6931471805599453)
 def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
     """kl_N fp32, and the gradients of sum(weight_N * kl_N): in h_ND's dtype and in fp32 (None if not wanted)."""
     N, V, device = h_ND.shape[0], plan.vocab_size, h_ND.device
-    columns = logit_columns(plan)
     if N == 0 or V == 1:
         # One entry is certain on both sides. (Triton takes V as a constant then, and of a word that it can tell to be
         # four equal FP8 codes ptxas 12.8 sets only half.)
         grad_h_ND = torch.zeros(h_ND.shape, dtype=h_ND.dtype, device=device) if plan.want_h else None
         return torch.zeros(N, device=device), grad_h_ND, torch.zeros(w_VD.shape, device=device) if plan.want_w else None
+    D = h_ND.shape[1]
+    sizes = Sizes.of(N, D, t_NE.shape[1], h_ND.dtype.itemsize, plan)
     kl_N = torch.empty(N, dtype=torch.float32, device=device)
-    grad_h_ND = torch.empty_like(h_ND, memory_format=torch.contiguous_format) if plan.want_h else None
+    # A slab's states lie where its share of dX will be, which is written last.
+    states = -(-N // sizes.row_step) * sizes.row_step if plan.want_h else sizes.slab_rows
+    states_ND = torch.empty(states, D, dtype=h_ND.dtype, device=device)
     grad_w_VD = None
     if plan.want_w:
-        # A product that fills whole blocks of rows writes zeros past the vocabulary.
-        rows = max(w_VD.shape[0], columns) if plan.fp8_gradients else w_VD.shape[0]
-        grad_w_VD = torch.empty(rows, w_VD.shape[1], dtype=torch.float32, device=device)
-    room = Room.of(h_ND, t_NE, columns, plan, grad_w_VD)
-    heads, space = _Heads.of(h_ND, w_VD, t_NE, u_VE, plan, room), Workspace.of(h_ND, t_NE, columns, plan, room)
-    for first in range(0, N, space.slab_rows):
-        rows = min(space.slab_rows, N - first)
-        padded = -(-rows // space.row_step) * space.row_step
-        h_GD, weight_G = space.h_GD[:padded], space.weight_G[:padded]
+        grad_w_VD = torch.empty(max(len(w_VD), sizes.head_rows(plan)), D, dtype=torch.float32, device=device)
+    room = Room(grad_w_VD) if sizes.one_slab and grad_w_VD is not None else None
+    heads = _Heads.of(h_ND, w_VD, t_NE, u_VE, sizes.columns, plan, room)
+    space = Workspace.of(h_ND, t_NE, sizes, plan, grad_w_VD, room)
+    for first in range(0, N, sizes.slab_rows):
+        rows = min(sizes.slab_rows, N - first)
+        padded = -(-rows // sizes.row_step) * sizes.row_step
+        h_GD, weight_G = states_ND[first if plan.want_h else 0 :][:padded], space.weight_G[:padded]
         weight_G[:rows] = weight_N[first : first + rows]
         weight_G[rows:].zero_()
         _take_rows(h_ND, first, weight_G, h_GD)
-        dz_GV = space.gradient(padded)
-        for start in range(0, padded, space.chunk_rows):
-            chunk = slice(start, min(start + space.chunk_rows, padded))
+        dz = space.gradient(padded)
+        for start in range(0, padded, sizes.chunk_rows):
+            chunk = slice(start, min(start + sizes.chunk_rows, padded))
             size = chunk.stop - chunk.start
             _take_rows(t_NE, first + start, weight_G[chunk], space.t_LE[:size])
             h_LD, t_LE = h_GD[chunk], space.t_LE[:size]
             if plan.fp8_logits:
                 h_LD, t_LE = fp8.rows(h_LD), fp8.rows(t_LE)
-            _multiply(h_LD, heads.student_DV, space.student_LV[:size], size == space.chunk_rows)
-            _multiply(t_LE, heads.teacher_EV, space.teacher_LV[:size], size == space.chunk_rows)
-            _kl_pass(space, start, size, dz_GV, plan)
+            _multiply(h_LD, heads.student_DV, space.student_LV[:size], size == sizes.chunk_rows)
+            _multiply(t_LE, heads.teacher_EV, space.teacher_LV[:size], size == sizes.chunk_rows)
+            _kl_pass(space, chunk, dz, plan)
             live = max(min(chunk.stop, rows) - start, 0)
             kl_N[first + start : first + start + live] = space.kl_L[:live]
-        grad_h_GD, recurring = space.grad_h_GD[:padded], padded == space.slab_rows
-        if isinstance(dz_GV, Fp8):
-            _fp8_gradients(space, dz_GV, h_GD, w_VD, grad_h_GD, grad_w_VD, plan, first > 0, recurring)
+        grad_h_GD, recurring = space.grad_h_GD[:padded], padded == sizes.slab_rows
+        if isinstance(dz, Fp8):
+            _fp8_gradients(space, dz, h_GD, w_VD, grad_h_GD, grad_w_VD, plan, first > 0, recurring)
         else:
-            if plan.want_h:
-                _multiply(dz_GV, heads.student_DV.t(), grad_h_GD, recurring)
-            if grad_w_VD is not None:
-                _add(dz_GV[:, :V].t(), h_GD, grad_w_VD[:V], first > 0, recurring)
-        if grad_h_ND is not None:
-            grad_h_ND[first : first + rows] = grad_h_GD[:rows]
-    if grad_w_VD is None:
-        return kl_N, grad_h_ND, None
-    grad_w_VD[V:].zero_()
-    return kl_N, grad_h_ND, grad_w_VD[: w_VD.shape[0]]
+            _gradients(dz, h_GD, heads.student_DV, grad_h_GD, grad_w_VD, plan, first > 0, recurring)
+        if plan.want_h:
+            h_GD.copy_(grad_h_GD)
+    if grad_w_VD is not None:
+        grad_w_VD[V:].zero_()
+        grad_w_VD = grad_w_VD[: len(w_VD)]
+    return kl_N, states_ND[:N] if plan.want_h else None, grad_w_VD
+
+
+def _gradients(dz, h_GD, head_DV, grad_h_GD, grad_w_VD, plan, accumulate, recurring):
+    """A slab's share of both gradients, part by part of the vocabulary. Overwrites grad_h_GD, and dz in dW's memory."""
+    columns, step = head_DV.shape[1], dz.late_PGS.shape[2]
+    parts = [slice(start, min(start + step, columns)) for start in range(0, columns, step)]
+    operands = [(dz.part(i)[:, : x.stop - x.start], head_DV[:, x].t()) for i, x in enumerate(parts)]
+    if plan.want_h and recurring:
+        for part_GV, head_VD in operands:
+            products.tune(part_GV, head_VD, grad_h_GD, accumulate=True)
+    for part, (part_GV, head_VD) in zip(parts, operands, strict=True):
+        if plan.want_h:
+            products.multiply(part_GV, head_VD, grad_h_GD, accumulate=part.start > 0)
+        if grad_w_VD is not None:
+            part_w_VD = grad_w_VD[part.start : min(part.stop, plan.vocab_size)]
+            _add(part_GV[:, : len(part_w_VD)].t(), h_GD, part_w_VD, accumulate, recurring)
 
 
 def _fp8_gradients(space, dz_GV, h_GD, w_VD, grad_h_GD, grad_w_VD, plan, accumulate, recurring):
@@ -123,8 +137,8 @@ class _Heads:
     teacher_EV: torch.Tensor | Fp8
 
     @staticmethod
-    def of(h_ND, w_VD, t_NE, u_VE, plan, room: Room | None) -> _Heads:
-        V, columns = plan.vocab_size, logit_columns(plan)
+    def of(h_ND, w_VD, t_NE, u_VE, columns, plan, room: Room | None) -> _Heads:
+        V = plan.vocab_size
         student_VD, teacher_VE = (
             _tiles(x, V, y.dtype, columns, room) if plan.fp8_logits else _values(x, V, y.dtype, columns)
             for x, y in ((w_VD, h_ND), (u_VE, t_NE))
@@ -162,26 +176,33 @@ def _take_rows(source_ND, first, weight_M, out_MD):
     _take_live_rows[(M, triton.cdiv(D, 2048))](source_ND, weight_M, out_MD, first, *source_ND.stride(), D, BLOCK=2048)
 
 
-def _kl_pass(space, start, size, dz_GV, plan):
-    """KL and gradient of a chunk's logits, which are rows start.. of the slab."""
-    V = plan.vocab_size
-    in_fp8 = isinstance(dz_GV, Fp8)
-    codes_GV = dz_GV.codes.view(torch.uint8) if in_fp8 else dz_GV
-    scales = dz_GV.scales if in_fp8 else space.partial_L
-    slices = -(-codes_GV.shape[1] // workspace.SLICE)
+def _kl_pass(space, chunk, dz, plan):
+    """KL and gradient of a chunk's logits, which are these rows of the slab."""
+    in_fp8 = isinstance(dz, Fp8)
+    scales = dz.scales if in_fp8 else space.partial_L
+    if in_fp8:
+        codes_PGV = dz.codes.view(torch.uint8).unsqueeze(0)
+        dz = Parts(codes_PGV[:0], codes_PGV)
+    early_PLS, late_PLS = dz.early_PGS[:, chunk], dz.late_PGS[:, chunk]
+    columns = space.student_LV.shape[1]
+    slices = -(-columns // workspace.SLICE)
     space.arrived_L.zero_()
-    _kl_slices[(size * slices,)](
+    _kl_slices[((chunk.stop - chunk.start) * slices,)](
         space.student_LV,
         space.teacher_LV,
-        codes_GV[start:],
-        scales[:, start:] if in_fp8 else scales,
-        space.weight_G[start:],
+        early_PLS,
+        late_PLS,
+        scales[:, chunk] if in_fp8 else scales,
+        space.weight_G[chunk],
         space.kl_L,
         space.partial_L,
         space.arrived_L,
-        V,
-        space.student_LV.stride(0),
-        codes_GV.stride(0),
+        plan.vocab_size,
+        columns,
+        len(early_PLS),
+        early_PLS.stride(0),
+        late_PLS.stride(0),
+        late_PLS.stride(1),
         scales.stride(0),
         1.0 / plan.temperature,
         slices,
@@ -228,18 +249,44 @@ def _add_three(a0, a1, a2, b0, b1, b2):
 
 
 @triton.jit
+def _store_slopes(slopes, early, late, row, first, columns, early_parts, early_pitch, late_pitch, S):
+    """Store a slice of a row of dz, columns first.., into the part or the two parts that it belongs to."""
+    column = first + tl.arange(0, slopes.shape[0])
+    inside = column < columns
+    part = first // S
+    edge = (part + 1) * S
+    place = _row_of_part(part, early, late, row, early_parts, early_pitch, late_pitch, S)
+    tl.store(place + column, slopes, mask=inside & (column < edge))
+    if edge < tl.minimum(first + slopes.shape[0], columns):
+        place = _row_of_part(part + 1, early, late, row, early_parts, early_pitch, late_pitch, S)
+        tl.store(place + column, slopes, mask=inside & (column >= edge))
+
+
+@triton.jit
+def _row_of_part(part, early, late, row, early_parts, early_pitch, late_pitch, S):
+    """Where column 0 of the row would lie if the part began with it."""
+    from_early = early + part.to(tl.int64) * early_pitch
+    from_late = late + (part - early_parts).to(tl.int64) * late_pitch
+    return tl.where(part < early_parts, from_early, from_late) + (row - part) * S
+
+
+@triton.jit
 def _kl_slices(
     student,
     teacher,
-    dz,
+    early,
+    late,
     dz_scales,
     weight,
     kl,
     partial,
     arrived,
     V,
-    stride_z,
-    stride_dz,
+    columns,
+    early_parts,
+    early_pitch,
+    late_pitch,
+    S,
     stride_scales,
     inverse_temperature,
     slices,
@@ -259,23 +306,25 @@ def _kl_slices(
     ticket = tl.atomic_add(arrived, 1, sem="relaxed")
     row = (ticket // slices).to(tl.int64)
     slice_index = ticket % slices
-    column = slice_index * BLOCK + tl.arange(0, BLOCK)
+    first = slice_index * BLOCK
+    column = first + tl.arange(0, BLOCK)
     inside = column < V
     factor = tl.load(weight + row)
     if factor == 0.0:
         if GRADIENT:
-            tl.store(dz + row * stride_dz + column, tl.zeros([BLOCK], dz.dtype.element_ty), mask=column < stride_dz)
+            nothing = tl.zeros([BLOCK], late.dtype.element_ty)
+            _store_slopes(nothing, early, late, row, first, columns, early_parts, early_pitch, late_pitch, S)
             if FP8:
                 block = slice_index * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
-                nothing = tl.zeros([BLOCK // 128], tl.int32)
-                scale = fp8_scale(nothing, scale_byte(nothing, E4M3_EXPONENT, E4M3_CARRY))
+                zero = tl.zeros([BLOCK // 128], tl.int32)
+                scale = fp8_scale(zero, scale_byte(zero, E4M3_EXPONENT, E4M3_CARRY))
                 place = dz_scales + block.to(tl.int64) * stride_scales + row
-                tl.store(place, scale, mask=block < stride_dz // 128)
+                tl.store(place, scale, mask=block < columns // 128)
         tl.store(kl + row, 0.0)
     else:
         to_log2 = inverse_temperature * _LOG2E
-        x = tl.load(student + row * stride_z + column, mask=inside, other=float("-inf")) * to_log2
-        y = tl.load(teacher + row * stride_z + column, mask=inside, other=float("-inf")) * to_log2
+        x = tl.load(student + row * columns + column, mask=inside, other=float("-inf")) * to_log2
+        y = tl.load(teacher + row * columns + column, mask=inside, other=float("-inf")) * to_log2
         x_max, y_max = tl.reduce((x, y), 0, _max_two)
         # Shifted by the slice's own maxima; columns outside V get probability 0 and difference 0.
         p_local = tl.exp2(y - y_max)
@@ -331,9 +380,10 @@ def _kl_slices(
                 bits = top_bits(blocks, 1)
                 byte = scale_byte(bits, E4M3_EXPONENT, E4M3_CARRY)
                 codes = tl.reshape(e4m3(blocks, byte[:, None]), [BLOCK])
-                tl.store(dz + row * stride_dz + column, codes, mask=column < stride_dz)
+                _store_slopes(codes, early, late, row, first, columns, early_parts, early_pitch, late_pitch, S)
                 block = slice_index * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
                 place = dz_scales + block.to(tl.int64) * stride_scales + row
-                tl.store(place, fp8_scale(bits, byte), mask=block < stride_dz // 128)
+                tl.store(place, fp8_scale(bits, byte), mask=block < columns // 128)
             else:
-                tl.store(dz + row * stride_dz + column, slope.to(dz.dtype.element_ty), mask=column < stride_dz)
+                slopes = slope.to(late.dtype.element_ty)
+                _store_slopes(slopes, early, late, row, first, columns, early_parts, early_pitch, late_pitch, S)

@@ -1,8 +1,8 @@
 """Compares kernels with references on the CPU, in Triton's interpreter: `python -m tests.kernels.interpreter OP`.
 
 The interpreter runs one program after the other and rounds FP8 wrongly. So rows have one slice here (several slices
-wait for each other), FP8 inputs lie on its grid, library products are plain torch, and the two casts with
-inline PTX are left to a GPU. The rest is the kernels' own.
+wait for each other) with an edge between two parts in its middle, FP8 inputs lie on its grid, library products are
+plain torch, and the two casts with inline PTX are left to a GPU. The rest is the kernels' own.
 """
 
 from __future__ import annotations
@@ -16,28 +16,40 @@ import torch
 
 
 def linear_kl() -> int:
-    from kernels.linear_kl import linear_kl, products, workspace
-
-    workspace.SLICE = 64  # the interpreter takes a Python step for each element of a reduction
+    from kernels.linear_kl import Plan, linear_kl, products, workspace
 
     def multiply(a_MK, b_KN, out_MN, *, accumulate=False):
+        if not accumulate:
+            out_MN.fill_(float("nan"))  # seen by an operand that lies where the result does
         out_MN.copy_(out_MN + a_MK @ b_KN if accumulate else a_MK @ b_KN)
 
+    workspace._part_columns = lambda columns: workspace.SLICE // 2
     products.multiply, products.stream = multiply, lambda device: 0
     products.tune = lambda a_MK, b_KN, out_MN, *, accumulate=False: out_MN.fill_(float("nan"))
     cases = 0
     for divergence in ("reverse", "forward"):
-        for N, V in ((37, 61), (1, 64), (70, 7), (0, 9)):
+        # The last takes one slab, whose dz lies in the head gradient's memory.
+        for N, D, V, chunk_bytes in (
+            (37, 24, 61, 1),
+            (1, 24, 64, 1),
+            (70, 24, 7, 1),
+            (0, 24, 9, 1),
+            (70, 80, 250, 74_000),
+        ):
+            # Short, since the interpreter takes a Python step for each element of a reduction.
+            workspace.SLICE = 256 if V > 64 else 64
+            plan = Plan(divergence, 1.7, V, chunk_bytes, want_h=True, want_w=True)
+            assert workspace.Sizes.of(N, D, 40, 4, plan).one_slab == (V > 64)
             generator = torch.Generator().manual_seed(N)
-            h, t = torch.randn(N, 24, generator=generator), torch.randn(N, 40, generator=generator)
-            w, u = torch.randn(V + 5, 24, generator=generator), torch.randn(V + 9, 40, generator=generator)
+            h, t = torch.randn(N, D, generator=generator), torch.randn(N, 40, generator=generator)
+            w, u = torch.randn(V + 5, D, generator=generator), torch.randn(V + 9, 40, generator=generator)
             weight = torch.rand(N, generator=generator)
-            weight[3::7] = 0
-            h[3::7], t[3::7] = float("nan"), float("inf")
+            masked = torch.arange(N) % 7 == 3 if V <= 64 else torch.arange(N) % 5 > 0
+            weight[masked], h[masked], t[masked] = 0, float("nan"), float("inf")
             results = []
             for impl in ("kernel", "reference"):
                 leaves = h.clone().requires_grad_(), w.clone().requires_grad_()
-                options = {"divergence": divergence, "temperature": 1.7, "vocab_size": V, "chunk_bytes": 1}
+                options = {"divergence": divergence, "temperature": 1.7, "vocab_size": V, "chunk_bytes": chunk_bytes}
                 loss, kl_N = linear_kl(*leaves, t, u, weight, **options, impl=impl)
                 (loss * 3).backward()
                 results.append((loss.detach(), kl_N, leaves[0].grad, leaves[1].grad))

@@ -1,0 +1,147 @@
+"""linear_kl's memory: what lies in dW's memory is not overwritten before it is used, and the workspace is bounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.linear_kl import Plan, workspace
+from kernels.linear_kl.workspace import Room, Sizes
+from tests.kernels.test_linear_kl import Case, error, random_case, run
+
+GPU = pytest.mark.gpu
+BF16 = torch.bfloat16
+
+
+def plan(V, chunk_bytes, want_w=True):
+    return Plan("reverse", 1.0, V, chunk_bytes, want_h=True, want_w=want_w)
+
+
+def span(tensor):
+    """(first, last + 1) byte of what a tensor reaches."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def apart(a, b):
+    return a[1] <= b[0] or b[1] <= a[0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    slice_columns=st.sampled_from([16, 48, 100]),
+    V=st.integers(2, 1500),
+    D=st.integers(4, 300),
+    rows=st.integers(1, 600),
+    chunk_bytes=st.integers(1, 3_000_000),
+    dtype=st.sampled_from([BF16, torch.float32]),
+    spare_rows=st.integers(0, 40),
+)
+def test_a_written_part_of_the_head_gradient_never_touches_unread_logit_gradients(
+    slice_columns, V, D, rows, chunk_bytes, dtype, spare_rows
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "SLICE", slice_columns)
+        want = plan(V, chunk_bytes)
+        sizes = Sizes.of(rows, D, D, dtype.itemsize, want)
+    assert sizes.columns >= V
+    assert (sizes.parts - 1) * sizes.part_columns < sizes.columns <= sizes.parts * sizes.part_columns
+    assert sizes.parts == 1 or sizes.part_columns >= slice_columns
+    if not sizes.one_slab:
+        assert sizes.late_parts == sizes.parts
+        return
+    assert rows <= sizes.slab_rows
+    grad_w = torch.empty(max(V + spare_rows, sizes.head_rows(want)), D)
+    logits = Room(grad_w).take(sizes.chunk_rows, sizes.columns, torch.float32)
+    early = workspace.early_parts(grad_w, sizes, dtype)
+    assert early.shape == (sizes.parts - sizes.late_parts, sizes.slab_rows, sizes.part_columns)
+    unread = [span(part) for part in early]
+    whole = span(grad_w)
+    assert all(whole[0] <= part[0] and part[1] <= whole[1] for part in (*unread, span(logits)))
+    assert all(apart(span(logits), part) for part in unread)
+    assert all(apart(a, b) for i, a in enumerate(unread) for b in unread[:i])
+    for part in range(sizes.parts):
+        written = span(grad_w[part * sizes.part_columns :][: sizes.part_columns])
+        assert all(apart(written, other) for other in unread[part:])
+
+
+@pytest.mark.parametrize("tokens", [5000, 8192])
+@pytest.mark.parametrize(
+    ("D", "V", "chunk_bytes", "slab_chunk_rows", "chunk_rows"),
+    [
+        (4096, 151936, 623_000_000, 256, 512),
+        (4096, 151936, 1_245_000_000, 512, 1024),
+        (7168, 129280, 1_060_000_000, 512, 896),
+    ],
+)
+def test_one_slab_has_longer_chunks_in_the_same_memory(D, V, chunk_bytes, slab_chunk_rows, chunk_rows, tokens):
+    want = plan(V, chunk_bytes)
+    one, slabs = Sizes.of(tokens, D, D, 2, want), Sizes.of(100_000, D, D, 2, want)
+    assert (slabs.one_slab, slabs.chunk_rows, slabs.slab_rows) == (False, slab_chunk_rows, 4 * slab_chunk_rows)
+    assert (one.one_slab, one.chunk_rows, one.slab_rows) == (True, chunk_rows, 2 * D)
+    for sizes, logits in ((one, 1), (slabs, 2)):
+        size = 4 * logits * sizes.chunk_rows * sizes.columns
+        dz = 2 * sizes.late_parts * sizes.slab_rows * sizes.part_columns
+        assert max(size, 4 * sizes.slab_rows * D) + dz <= chunk_bytes
+    assert Sizes.of(tokens, D, D, 2, plan(V, chunk_bytes, want_w=False)) == slabs
+
+
+def test_parts_follow_from_the_vocabulary_alone():
+    for V in (5, 8191, 50257, 151936):
+        sizes = [
+            Sizes.of(tokens, D, 64, itemsize, plan(V, chunk_bytes))
+            for tokens in (1, 8192)
+            for D in (64, 4096)
+            for itemsize in (2, 4)
+            for chunk_bytes in (1, 1 << 28, 1 << 30)
+        ]
+        assert len({(x.part_columns, x.parts) for x in sizes}) == 1
+        assert sizes[0].parts == 1 or sizes[0].part_columns >= workspace.SLICE
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(("vocab_size", "chunk_bytes"), [(50257, 15_100_000), (50257, 40_000_000), (16384, 12_000_000)])
+def test_one_slab_in_the_head_gradients_memory_has_the_same_bits(vocab_size, chunk_bytes, dtype):
+    D = 256 if dtype == BF16 else 512
+    case = random_case(N=510, V=vocab_size + 900, D=D, E=64).to("cuda", dtype)
+    case.w_VD[vocab_size:], case.u_VE[vocab_size:] = float("nan"), float("inf")
+    case.weight_N[3::7] = 0
+    case.h_ND[3::7], case.t_NE[3::7] = float("nan"), float("inf")
+    if dtype == torch.float32:
+        chunk_bytes *= 2
+    expected = run(case, vocab_size=vocab_size, chunk_bytes=1 << 30)
+    for rows in (510, 400):
+        assert Sizes.of(rows, D, 64, dtype.itemsize, plan(vocab_size, chunk_bytes)).one_slab
+        part = Case(case.h_ND[:rows], case.w_VD, case.t_NE[:rows], case.u_VE, case.weight_N[:rows])
+        results = []
+        for _ in range(2):
+            for buffer in workspace.buffers.values():
+                buffer.fill_(255)  # NaN in every dtype
+            results.append(run(part, vocab_size=vocab_size, chunk_bytes=chunk_bytes))
+        for ours, again in zip(*results, strict=True):
+            assert torch.equal(ours, again)
+        assert torch.equal(results[0][1], expected[1][:rows])
+        assert torch.equal(results[0][2], expected[2][:rows])
+        assert not results[0][3][vocab_size:].any()
+        whole = run(part, vocab_size=vocab_size, chunk_bytes=1 << 30)
+        assert error(results[0][3], whole[3]) < 1e-5
+
+
+@GPU
+def test_one_slab_leaves_addresses_and_reserved_memory_as_they_are():
+    case = random_case(N=512, V=50257, D=256, E=64).to("cuda", BF16)
+    addresses, reserved = set(), set()
+    for step in range(300):
+        rows = 100 + step * 37 % 413
+        part = Case(case.h_ND[:rows], case.w_VD, case.t_NE[:rows], case.u_VE, case.weight_N[:rows])
+        assert Sizes.of(rows, 256, 64, 2, plan(50257, 15_100_000)).one_slab
+        run(part, chunk_bytes=15_100_000)
+        if step >= 10:
+            addresses |= {buffer.data_ptr() for buffer in workspace.buffers.values()}
+        if step >= 100:
+            reserved.add(torch.cuda.memory_reserved())
+    assert len(addresses) == len(workspace.buffers)
+    assert len(reserved) == 1
