@@ -26,6 +26,7 @@ from ml.model import ModelConfig, Transformer
 from ml.model_files import (
     CONFIG,
     EMBEDDING,
+    FP8_ROWS,
     HEAD,
     INDEX,
     MXFP4_COLUMNS,
@@ -49,9 +50,9 @@ def load_model(
     """The model of a folder, its parameters as `Transformer` describes them; of a group, this rank's part.
 
     For inference, products of the model's shapes are proved row-invariant on the device first. Raises ConfigError (no
-    such folder, unsupported architecture, a linear that MXFP4 cannot hold, an MXFP4 folder asked for other values, a
-    dtype that the device's kernels do not compute in) and FormatError (missing, unexpected or misshapen tensor, NaN
-    or infinity, cut file), naming file and tensor.
+    such folder, unsupported architecture, a linear that MXFP4 cannot hold or FP8 not multiply, an MXFP4 folder asked
+    for other values, a dtype that the device's kernels do not compute in, FP8 for anything but an MXFP4 student) and
+    FormatError (missing, unexpected or misshapen tensor, NaN or infinity, cut file), naming file and tensor.
     """
     folder = Path(folder)
     config_json = read_config(folder)
@@ -67,9 +68,14 @@ def load_model(
             str(folder), expected=f"products in bf16 on {device}", found=compute,
             next_command='precision = "bf16" or "mxfp4", and train.compute = "bf16"',
         )  # fmt: skip
+    if compute == "fp8" and not (trainable and precision == "mxfp4"):
+        raise ConfigError(
+            str(folder), expected="an MXFP4 student, to train in FP8", found=f"precision {precision}",
+            next_command='precision = "mxfp4", or train.compute = "bf16"',
+        )  # fmt: skip
     model = Transformer(
-        config, precision=precision, compute=COMPUTE_DTYPES[compute], trainable=trainable, device=device,
-        group=group,
+        config, precision=precision, compute=COMPUTE_DTYPES[compute], trainable=trainable, fp8=compute == "fp8",
+        device=device, group=group,
     )  # fmt: skip
     if not trainable:
         model.check_row_invariance()
@@ -77,6 +83,8 @@ def load_model(
     for name, tensor, where in _model_tensors(folder, model):
         if name in linears and precision == "mxfp4":
             _check_columns(tensor, where)
+        if name in linears and compute == "fp8":
+            _check_rows(tensor, where)
         values = tensor.to(device).float()
         if name not in linears:
             with torch.no_grad():
@@ -271,6 +279,14 @@ def _check_columns(tensor: torch.Tensor, where: str) -> None:
         raise ConfigError(
             where, expected=f"a multiple of {MXFP4_COLUMNS} columns, for MXFP4", found=f"{tensor.shape[1]}",
             next_command='precision = "bf16" for this model',
+        )  # fmt: skip
+
+
+def _check_rows(tensor: torch.Tensor, where: str) -> None:
+    if tensor.shape[0] % FP8_ROWS:
+        raise ConfigError(
+            where, expected=f"a multiple of {FP8_ROWS} rows, for products in FP8", found=f"{tensor.shape[0]}",
+            next_command='train.compute = "bf16" for this model',
         )  # fmt: skip
 
 

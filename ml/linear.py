@@ -2,7 +2,8 @@
 
 Owns two promises. Values: rollout, teacher and training forward all take weights from `weight_values`, so they see
 equal numbers whatever dtype or packing holds them. Rows: without gradients, a row of a product has the same bits
-whatever else is in the batch (`kernels.scaled_mm`), on one kind of device and one build of torch.
+whatever else is in the batch (`kernels.scaled_mm`), on one kind of device and one build of torch. Training in FP8 keeps
+the first: MXFP4 values go over into FP8 without loss, which is checked for every weight after every update.
 
 Letters: N rows, I inputs, O outputs, D student width, V vocabulary rows.
 """
@@ -15,10 +16,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_round
+from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_round, mxfp4_to_fp8
 from kernels.scaled_mm import (
     LARGEST_SCALE,
     Mxfp4Weight,
+    fp8_linear,
     join_mxfp4,
     mxfp4_mm,
     pack_mxfp4,
@@ -29,9 +31,12 @@ from kernels.scaled_mm import (
 from ml.tensor_parallel import ALONE, Group
 
 Precision = Literal["fp32", "bf16", "mxfp4"]
-Compute = Literal["fp32", "bf16"]
+Compute = Literal["fp32", "bf16", "fp8"]
 
-COMPUTE_DTYPES: dict[Compute, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: dtype of activations; of the linears' products too, except that training in FP8 multiplies FP8 codes.
+COMPUTE_DTYPES: dict[Compute, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16,
+}  # fmt: skip
 
 
 def weight_values(w: torch.Tensor, precision: Precision) -> torch.Tensor:
@@ -48,6 +53,14 @@ def weight_values(w: torch.Tensor, precision: Precision) -> torch.Tensor:
     if precision == "mxfp4":
         return _RoundToMxfp4.apply(w)
     raise ValueError(f"precision {precision!r}")
+
+
+def fp8_values(w_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`weight_values` on the MXFP4 grid as FP8: (codes, scales, exact) of `kernels.quant.mxfp4_to_fp8`, no gradient.
+
+    A tile that is not exact holds other values than the weight stands for.
+    """
+    return mxfp4_to_fp8(*mxfp4_quantize(w_OI.detach()))
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -77,6 +90,11 @@ class Linear(nn.Module):
     a quarter of the bytes, the same bits of y, and `weight` is a shape without storage. Not a subclass of nn.Linear,
     whose exact class DeepSpeed's autocast gathers in bf16. With gradients enabled the product is the library's plain
     one; without, it is row-invariant.
+
+    fp8 (of an MXFP4 master in bf16 compute): with gradients enabled, forward and backward multiply in FP8 where FP8
+    holds all of W's values, and in bf16 where it does not. `fp8_exact` says which: None until a forward has seen the
+    weight, and again from when the owner sets it to None, as it must after every update. It is kept because reading it
+    waits for the device, and so that a forward that is recomputed in backward goes the same way.
     """
 
     def __init__(
@@ -89,6 +107,7 @@ class Linear(nn.Module):
         compute: torch.dtype,
         dtype: torch.dtype,
         packs: bool = False,
+        fp8: bool = False,
         group: Group = ALONE,
         gathers: bool = False,
     ) -> None:
@@ -96,6 +115,8 @@ class Linear(nn.Module):
         self.precision: Precision = precision
         self.compute = compute
         self.packs = packs
+        self.fp8 = fp8
+        self.fp8_exact: bool | None = None
         self.group, self.gathers = group, gathers
         self.num_inputs, self.num_outputs = num_inputs, num_outputs
         self.packed: Mxfp4Weight | None = None
@@ -136,11 +157,25 @@ class Linear(nn.Module):
         if self.packed is not None:
             out_NO = mxfp4_mm(x_NI, self.packed)
             return out_NO if bias_O is None else out_NO.add_(bias_O)
+        if self.fp8 and torch.is_grad_enabled():
+            codes = self._fp8_codes()
+            if codes is not None:
+                out_NO = fp8_linear(x_NI, self.weight, codes)
+                return out_NO if bias_O is None else out_NO + bias_O
         w_OI = weight_values(self.weight, self.precision).to(self.compute)
         if not torch.is_grad_enabled():
             return row_invariant_mm(x_NI, w_OI, bias_O)
         out_NO = x_NI @ w_OI.t()
         return out_NO if bias_O is None else out_NO + bias_O
+
+    def _fp8_codes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The weight's codes and scales in FP8, None where FP8 does not hold its values."""
+        if self.fp8_exact is False:
+            return None
+        codes, scales, exact = fp8_values(self.weight)
+        if self.fp8_exact is None:
+            self.fp8_exact = bool(exact.all())
+        return (codes, scales) if self.fp8_exact else None
 
 
 def _with_biases(columns_NO: Sequence[torch.Tensor], linears: Sequence[Linear]) -> list[torch.Tensor]:

@@ -322,7 +322,8 @@ class Transformer(nn.Module):
 
     trainable: parameters are an fp32 master, from which each forward takes its values. Otherwise they hold those
     values and need no gradient: linears in `compute` (or as MXFP4 codes, where the device multiplies these), norms
-    in fp32, embedding and head in what `logits` reads fastest. Parameters are left uninitialised. checkpoint_layers
+    in fp32, embedding and head in what `logits` reads fastest. fp8: of a trainable MXFP4 model in bf16, the linears
+    multiply in FP8 where they have gradients (`ml.linear`). Parameters are left uninitialised. checkpoint_layers
     (attribute): in training, keep only each layer's input and recompute the rest in backward. group: for inference,
     the ranks that compute together and all get the results; attention then sees a rank's heads. ConfigError where they
     cannot share the heads, or a layer's width, equally.
@@ -338,6 +339,7 @@ class Transformer(nn.Module):
         precision: Precision,
         compute: torch.dtype,
         trainable: bool,
+        fp8: bool = False,
         device: torch.device | str = "cpu",
         group: Group = ALONE,
     ) -> None:
@@ -348,13 +350,14 @@ class Transformer(nn.Module):
         )  # fmt: skip
         self.config, self.compute, self.trainable, self.group = config, compute, trainable, group
         self.precision: Precision = precision
+        self.fp8 = fp8
         self.checkpoint_layers = False
         # Parameters that hold values already are taken as they are.
         grid: Precision = precision if trainable else "fp32"
         linears = {
             "precision": grid, "compute": compute, "dtype": torch.float32 if trainable else compute,
             "packs": precision == "mxfp4" and not trainable and traits(device).packs_mxfp4,
-            "group": group,
+            "fp8": fp8, "group": group,
         }  # fmt: skip
         vocab_dtype = torch.float32 if trainable else traits(device).head_dtype or compute
         with torch.device(device):

@@ -22,6 +22,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MXFP4_STORED = {"quant_method": "opd_mxfp4"}
 #: Columns that share one scale.
 MXFP4_COLUMNS = 32
+#: A product in FP8 takes whole multiples of rows.
+FP8_ROWS = 16
 _READ_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100_000_000
 

@@ -184,7 +184,9 @@ class Train(Section):
     kl_precision: Literal["exact", "fp8_gradients", "fp8"] = Field(
         "exact", description="which products of the KL are FP8: fp8_gradients keeps the loss exact, fp8 does not"
     )
-    compute: Literal["fp32", "bf16"] = Field("bf16", description="dtype of the linears' products")
+    compute: Literal["fp32", "bf16", "fp8"] = Field(
+        "bf16", description="dtype of the linears' products; fp8, of an mxfp4 student, leaves all else in bf16"
+    )
     zero_stage: Literal[1, 3] = operational(1)
     ranks: int = operational(1, gt=0)
     threads: int = operational(0, ge=0)
@@ -238,6 +240,12 @@ class RunConfig(Section):
         repeated = sorted({i for i in ids if ids.count(i) > 1})
         if repeated:
             raise ConfigError("teachers", expected="each id once", found=f"{repeated[0]!r} again")
+        if self.train.compute == "fp8" and self.student.precision != "mxfp4":
+            # FP8 would round other weights, and the trainer would no longer see the sampler's.
+            raise ConfigError(
+                "train.compute", expected='"fp32" or "bf16", or student.precision = "mxfp4", whose values FP8 holds',
+                found=f"'fp8' with student.precision = {self.student.precision!r}",
+            )  # fmt: skip
         named = [(f"prompts.datasets, {d.name}, teachers", d.teachers) for d in self.prompts.datasets]
         named += [(f"prompts.files, {f.path}, teachers", f.teachers) for f in self.prompts.files]
         for where, teachers in named:

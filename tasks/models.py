@@ -5,12 +5,13 @@ Reads headers and JSON only: no torch, and no weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ml.model_files import (
     CONFIG,
     EMBEDDING,
+    FP8_ROWS,
     HEAD,
     MXFP4_COLUMNS,
     file_header,
@@ -64,8 +65,9 @@ def teacher_checks(student: Path, teachers: Mapping[str, Path]) -> int:
 
 
 def check_precisions(student: Path, config: RunConfig) -> None:
-    """Raises ConfigError, naming the setting, for a model whose linears cannot have the values it is asked for, and
-    for a student that is stored in MXFP4: training needs float masters."""
+    """Raises ConfigError, naming the setting, for a model whose linears cannot have the values it is asked for, for a
+    student whose linears FP8 cannot multiply where training asks for that, and for one that is stored in MXFP4:
+    training needs float masters."""
     if "quantization_config" in read_config(student):
         raise ConfigError(
             f"student.path {student}", expected="float weights to train on", found="MXFP4 weights",
@@ -79,16 +81,34 @@ def check_precisions(student: Path, config: RunConfig) -> None:
             raise ConfigError(f"{where}, precision", expected=f'"mxfp4", as {folder} is stored', found=repr(precision))
         if precision == "mxfp4" and not packed:
             _check_columns(folder, f"{where}, precision")
+    if config.train.compute == "fp8":
+        _check_rows(student, "train.compute")
 
 
 def _check_columns(folder: Path, where: str) -> None:
-    for name, path in sorted(tensor_files(folder).items()):
-        spec = file_header(path).get(name)
-        if spec and name.startswith("model.layers.") and len(spec.shape) == 2 and spec.shape[1] % MXFP4_COLUMNS:
+    for name, (_, columns) in _linears(folder):
+        if columns % MXFP4_COLUMNS:
             raise ConfigError(
                 where, expected=f"a multiple of {MXFP4_COLUMNS} columns in every linear, for MXFP4",
-                found=f"{spec.shape[1]} in {name} of {folder}", next_command='precision = "bf16"',
+                found=f"{columns} in {name} of {folder}", next_command='precision = "bf16"',
             )  # fmt: skip
+
+
+def _check_rows(folder: Path, where: str) -> None:
+    for name, (rows, _) in _linears(folder):
+        if rows % FP8_ROWS:
+            raise ConfigError(
+                where, expected=f"a multiple of {FP8_ROWS} rows in every linear, for products in FP8",
+                found=f"{rows} in {name} of {folder}", next_command='train.compute = "bf16"',
+            )  # fmt: skip
+
+
+def _linears(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Weight name and [rows, columns] of each linear, by headers."""
+    for name, path in sorted(tensor_files(folder).items()):
+        spec = file_header(path).get(name)
+        if spec and name.startswith("model.layers.") and len(spec.shape) == 2:
+            yield name, spec.shape
 
 
 def _check_head(folder: Path, vocab_size: int) -> None:

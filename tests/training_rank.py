@@ -60,10 +60,13 @@ def make_engine(spec: dict[str, Any], scenario: dict[str, Any], state: State | N
 
 @contextmanager
 def recorded_weights(engine: TrainEngine) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
-    """What `weight_values` gives the linears, by weight name, while the block runs."""
-    original = ml.linear.weight_values
+    """What `weight_values` and, where it holds all of a weight, `fp8_values` give the linears, by weight name, while
+    the block runs."""
+    original, original_fp8 = ml.linear.weight_values, ml.linear.fp8_values
     names = {id(p): n.removeprefix("transformer.") for n, p in engine.module.named_parameters() if "_proj." in n}
-    kept: dict[str, dict[str, torch.Tensor]] = {"with_gradient_first": {}, "without_gradient_last": {}}
+    kept: dict[str, dict[str, torch.Tensor]] = {
+        kind: {} for kind in ("with_gradient_first", "in_fp8_first", "without_gradient_last")
+    }
 
     def recording(w, precision):
         values = original(w, precision)
@@ -73,11 +76,19 @@ def recorded_weights(engine: TrainEngine) -> Iterator[dict[str, dict[str, torch.
             kept["without_gradient_last"][names[id(w)]] = values.clone()
         return values
 
-    ml.linear.weight_values = recording
+    def recording_fp8(w):
+        codes, scales, exact = original_fp8(w)
+        if exact.all():
+            by_row = scales.repeat_interleave(128, 0)[: len(codes)]
+            values = codes.float() * by_row.repeat_interleave(128, 1)[:, : codes.shape[1]]
+            kept["in_fp8_first"].setdefault(names[id(w)], values)
+        return codes, scales, exact
+
+    ml.linear.weight_values, ml.linear.fp8_values = recording, recording_fp8
     try:
         yield kept
     finally:
-        ml.linear.weight_values = original
+        ml.linear.weight_values, ml.linear.fp8_values = original, original_fp8
 
 
 def gather(engine: TrainEngine) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

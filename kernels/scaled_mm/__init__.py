@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from kernels.quant import fp8_quantize_rows, mxfp4_to_fp8
+from kernels.quant import fp8_quantize_rows, fp8_quantize_tiles, mxfp4_to_fp8
 from kernels.scaled_mm.packing import LARGEST_SCALE, Mxfp4Weight, join_mxfp4, pack_mxfp4, split_mxfp4
 from schemas.errors import ContractError
 
@@ -160,12 +160,16 @@ def w4a8_mm(
     return fp8_mm(*fp8_quantize_rows(x_MK), w_codes, w_scales, dtype=dtype, impl=impl)
 
 
-def fp8_linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+def fp8_linear(
+    x_MK: torch.Tensor, w_NK: torch.Tensor, w_fp8: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
     """y_MN = x_MK @ w_NK.T in FP8, bf16 out, differentiable: forward, dgrad and wgrad are FP8 products.
 
-    x_MK: bf16 or fp32. w_NK: bf16 or fp32 values (an MXFP4 grid is kept exactly where `kernels.quant.mxfp4_to_fp8`
-    says so). The weight's gradient comes in w_NK's dtype, summed over all M rows in fp32; x's in x_MK's dtype.
+    x_MK: bf16 or fp32. w_NK: bf16 or fp32 values, quantised by `kernels.quant.fp8_quantize_tiles`. w_fp8: codes and
+    scales of that layout to multiply by instead, an FP8 copy of other values that w_NK stands for; w_NK then only gets
+    the gradient. It comes in w_NK's dtype, summed over all M rows in fp32; x's in x_MK's dtype.
     """
     from kernels.scaled_mm.fp8 import Fp8Linear
 
-    return Fp8Linear.apply(x_MK, w_NK)  # pyright: ignore[reportReturnType]
+    w_codes, w_scales = fp8_quantize_tiles(w_NK.detach()) if w_fp8 is None else w_fp8
+    return Fp8Linear.apply(x_MK, w_NK, w_codes, w_scales)  # pyright: ignore[reportReturnType]

@@ -7,7 +7,7 @@ scale, so no 1/N needs to be kept out.
 
 The library sums over multiples of 16, so tokens are padded with rows of zeros, whose products are zero.
 
-Invariant: the weight's codes are made once a forward and used in both directions.
+Invariant: the weight's codes are the same in both directions.
 
 Shape letters: M tokens, N outputs, K inputs.
 """
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import ScalingType, scaled_mm
 
-from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_tiles
+from kernels.quant import fp8_quantize_both, fp8_quantize_rows
 from schemas.errors import ContractError
 
 
@@ -65,11 +65,11 @@ def _columns_first(scales: torch.Tensor) -> torch.Tensor:
 
 
 class Fp8Linear(torch.autograd.Function):
-    """y = x @ w.T; keeps FP8 copies of x (along tokens) and w for the backward pass, no wide ones."""
+    """y = x @ w.T of w's codes; w itself is where the gradient goes. Keeps FP8 copies of x (along tokens) and w for
+    the backward pass, no wide ones."""
 
     @staticmethod
-    def forward(ctx, x_MK, w_NK):
-        w_codes, w_scales = fp8_quantize_tiles(w_NK)
+    def forward(ctx, x_MK, w_NK, w_codes, w_scales):
         tokens = len(x_MK)
         x_MK = _whole_sixteens(x_MK)
         if ctx.needs_input_grad[1]:
@@ -96,7 +96,7 @@ class Fp8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx_MK = _product(dy_codes, dy_scales, _transposed(w_codes), w_scales.t(), torch.bfloat16)
             dx_MK = dx_MK[:tokens].to(x_dtype)
-        return dx_MK, dw_NK
+        return dx_MK, dw_NK, None, None
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _transposed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_sixteens(x_MK: torch.Tensor) -> torch.Tensor:
-    missing = -len(x_MK) % 16
+    missing = max(16, -(-len(x_MK) // 16) * 16) - len(x_MK)
     return F.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
 
 

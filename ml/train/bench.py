@@ -17,7 +17,7 @@ import torch
 from kernels.testing import check, environment, figure
 from ml.bench_models import LLAMA_1B, SMALL
 from ml.device import forget_peak, observed, rank_device, traits
-from ml.linear import Precision
+from ml.linear import COMPUTE_DTYPES, Compute, Precision
 from ml.model import ModelConfig, PackedCausal, Transformer
 from ml.ranks import join_ranks, leave_ranks
 from ml.train.batches import Frame
@@ -38,6 +38,7 @@ class Setting:
     name: str
     lengths: list[int]
     precision: Precision = "bf16"
+    compute: Compute = "bf16"
     recompute: bool = True
     target: str = ""
 
@@ -55,6 +56,8 @@ def run(quick: bool) -> dict[str, Any]:
         Setting("128 x 128", [128 // min(scale, 16)] * 128),
         Setting("4 x 4096, layers not recomputed", [4096 // scale] * 4, recompute=False),
         Setting("4 x 4096, MXFP4 values", [4096 // scale] * 4, precision="mxfp4"),
+        Setting("4 x 4096, FP8", [4096 // scale] * 4, precision="mxfp4", compute="fp8"),
+        Setting("1 x 16384, FP8", [16384 // scale], precision="mxfp4", compute="fp8"),
     ]
     join_ranks(device)
     try:
@@ -74,10 +77,14 @@ def run(quick: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def random_student(shape: dict[str, Any], device: torch.device, precision: Precision = "bf16") -> Transformer:
+def random_student(
+    shape: dict[str, Any], device: torch.device, precision: Precision = "bf16", compute: Compute = "bf16"
+) -> Transformer:
     """An fp32 master whose logits have a spread of about one."""
-    config = ModelConfig.from_hf(shape, "bench")
-    model = Transformer(config, precision=precision, compute=torch.bfloat16, trainable=True, device=device)
+    model = Transformer(
+        ModelConfig.from_hf(shape, "bench"), precision=precision, compute=COMPUTE_DTYPES[compute], trainable=True,
+        fp8=compute == "fp8", device=device,
+    )  # fmt: skip
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -112,7 +119,7 @@ def measure(
     """Tokens a second, and peak memory, of whole steps: forward, loss, backward, AdamW."""
     gc.collect()  # an engine's hooks make cycles, which hold the last setting's model
     forget_peak(device)
-    model = random_student(shape, device, setting.precision)
+    model = random_student(shape, device, setting.precision, setting.compute)
     model.checkpoint_layers = setting.recompute
     vocab_size = shape["vocab_size"]
     student = Student(model, LossSettings(vocab_size, chunk_bytes=traits(device).chunk_bytes))

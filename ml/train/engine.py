@@ -6,7 +6,8 @@ some classes in bf16, and a quantiser must read the master. Accumulation is unma
 alone is the boundary, so that the number of micro-batches may differ from step to step.
 
 Invariant: `loss` given to backward is this rank's share of the mini-batch's loss; the gradient that the optimizer
-sees is the sum over ranks and micro-batches (DeepSpeed's average over ranks is undone).
+sees is the sum over ranks and micro-batches (DeepSpeed's average over ranks is undone). After an update no linear
+relies on what it knew of its weight.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ml.device import traits
+from ml.linear import Linear
 from ml.train.loss import Student
 from schemas.errors import ContractError
 
@@ -54,6 +56,13 @@ class TrainEngine:
     def module(self) -> Student:
         return self._engine.module
 
+    def fp8_inexact(self) -> list[str]:
+        """Weight names of the linears that were asked for FP8 since the last step and computed in bf16."""
+        return [f"{name}.weight" for name, linear in self._linears() if linear.fp8_exact is False]
+
+    def _linears(self) -> Iterator[tuple[str, Linear]]:
+        return ((name, m) for name, m in self.module.transformer.named_modules() if isinstance(m, Linear))
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add this micro-batch's gradient. Every rank calls it equally often between two steps."""
         self._engine.backward(loss * dist.get_world_size())
@@ -68,6 +77,8 @@ class TrainEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = self._settings.learning_rate * share
         self._engine.step()
+        for _, linear in self._linears():
+            linear.fp8_exact = None
         norm = float(self._engine.get_global_grad_norm() or 0.0)
         if not self._engine.was_step_applied() or not norm < float("inf"):
             raise ContractError(

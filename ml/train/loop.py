@@ -1,7 +1,8 @@
 """The training loop of one iteration: measure held-out packs, walk the plan step by step, measure again.
 
 Every rank runs the same number of micro-batches (empty ones carry no loss), so that collectives meet. Metrics are
-reduced over ranks, in float64, in one order. KL figures are nats a sampled token, unweighted.
+reduced over ranks, in float64, in one order. KL figures are nats a sampled token, unweighted. In FP8,
+fp8_inexact_linears of a step counts the linears that it computed in bf16, since FP8 does not hold their values.
 """
 
 from __future__ import annotations
@@ -87,11 +88,14 @@ def train(
                 report_mismatch(batch, sampled, "mismatch_sampler", report)
                 report_mismatch(batch, trained, "mismatch_trained", report)
             report.micro_batch(batch.frame)
+        inexact = engine.fp8_inexact()
         norm = engine.step()
         for teacher, loads in heads.take_loads().items():
             tally.loads_T[teacher] += loads
         tally.report(report.metric, step, "kl")
         report.metric(step, "grad_norm", None, norm)
+        if engine.module.transformer.fp8:
+            report.metric(step, "fp8_inexact_linears", None, float(len(inexact)))
         report.step_end(step + 1)
     evaluate(engine, batches, heads, report, num_teachers, "after", num_steps)
 

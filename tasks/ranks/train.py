@@ -266,8 +266,10 @@ def _export(
 
 
 def _fp8_inexact(work: dict[str, Any], export: Path, notes: Notes, steps: int) -> list[str]:
-    """Names of the new student's linears whose MXFP4 values FP8 would change, counted as a metric. They cost nothing
-    here, where products are taken in bf16 on the MXFP4 values; products in FP8 must leave them out."""
+    """Names of the new student's linears whose MXFP4 values FP8 would change, counted as a metric.
+
+    Training in FP8 computes such a linear in bf16, and counts it at each step (`ml.train.loop`); what this adds is the
+    student after the last step, which the next iteration starts from. In bf16 they cost nothing."""
     if work["precision"] != "mxfp4":
         return []
     inexact = [name for name, exact in fp8_exact(export).items() if not exact]

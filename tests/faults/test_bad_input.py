@@ -42,6 +42,8 @@ CONFIGURATION = [
          lambda s: s.set("rollout.max_response_tokens=0")),
     case("pages that are no power of two", ConfigError, ("rollout.page_tokens", "found: 48"),
          lambda s: s.set("rollout.page_tokens=48")),
+    case("FP8 for weights that it rounds", ConfigError, ("train.compute", "mxfp4", "found: 'fp8' with"),
+         lambda s: s.set("train.compute=fp8")),
     case("override without a value", ConfigError, "SECTION.KEY=VALUE", lambda s: s.set("train.learning_rate")),
     case("run_id that leaves its folder", ConfigError, "run_id", lambda s: s.set("run_id=../other")),
     case("iteration out of range", ConfigError, "0 to 0", lambda s: s.command.__setitem__(-1, "7")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_tiles, mxfp4_dequantize
+from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_tiles, mxfp4_dequantize, mxfp4_to_fp8
 from kernels.scaled_mm import (
     fp8_linear,
     fp8_mm,
@@ -166,6 +166,25 @@ def test_fp8_linear_keeps_an_fp8_grid_exactly():
     w = torch.randint(-8, 9, (16, 128), generator=generator).float() * 2.0**-7
     assert torch.equal(fp8_linear(x, w).double(), (x.double() @ w.double().T).bfloat16().double())
     assert torch.equal(fp8_quantize_both(x)[2].float(), fp8_quantize_rows(x.T.contiguous())[0].float())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 21])
+def test_fp8_linear_multiplies_the_codes_that_it_is_given_and_its_gradient_goes_to_the_weight(tokens):
+    generator = torch.Generator().manual_seed(11)
+    blocks, scales = random_mxfp4(48, 160, low=118, high=124)
+    values, (codes, tile_scales, exact) = decode_mxfp4(blocks, scales), mxfp4_to_fp8(blocks, scales)
+    assert exact.all()
+    # Whole numbers below 16, which FP8 holds: nothing but the weight can be off.
+    x = torch.randint(-15, 16, (tokens, 160), generator=generator).bfloat16().requires_grad_()
+    dy = torch.randint(-15, 16, (tokens, 48), generator=generator).bfloat16()
+    master = torch.full((48, 160), torch.nan, requires_grad=True)
+    y = fp8_linear(x, master, (codes, tile_scales))
+    y.backward(dy)
+    assert x.grad is not None
+    assert master.grad is not None
+    torch.testing.assert_close(y.double(), x.double() @ values.T, rtol=2.0**-8, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), dy.double() @ values, rtol=2.0**-8, atol=1e-6)
+    assert torch.equal(master.grad.double(), dy.double().T @ x.double())
 
 
 def test_fp8_linear_without_weight_gradient():
@@ -333,7 +352,7 @@ def test_bias_and_no_rows():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(300, 576, 1536), (16, 1536, 576), (1000, 2112, 7168), (1, 128, 128)])
+@pytest.mark.parametrize("shape", [(300, 576, 1536), (16, 1536, 576), (1000, 2112, 7168), (1, 128, 128), (1, 16, 32)])
 def test_fp8_products_on_the_gpu(shape):
     tokens, outputs, inputs = shape
     x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)

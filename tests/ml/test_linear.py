@@ -1,17 +1,23 @@
-"""Weight values against bit arithmetic, products against float64, and rows bit for bit in any company."""
+"""Weight values against bit arithmetic, products against float64, and rows bit for bit in any company.
+
+FP8 products against float64 sums over operands that ml_dtypes quantised.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize
 from kernels.scaled_mm import row_invariant_mm
 from kernels.scaled_mm.fixed_rows import ROWS
 from ml.linear import Linear, join, weight_values
+from tests.ml.test_mxfp4_loop import oracle_values
 
 ROW_COUNTS = [*range(1, 36), 47, 63, 64, 65, 96, 100, 127, 199, 200]
 SHAPES = [(576, 576), (192, 576), (576, 1536), (48, 100), (13, 7), (1, 1), (1000, 33)]
@@ -204,3 +210,123 @@ def test_packed_linears_that_end_inside_a_tile_are_not_joined():
         first, second = joined(torch.eye(32, dtype=torch.bfloat16))
     assert torch.equal(first[:, :32].float(), torch.eye(32))
     assert torch.equal(second[:, :32].float(), torch.eye(32))
+
+
+def fp8_oracle(x: np.ndarray) -> np.ndarray:
+    """float64 values of a matrix in E4M3, blocks of 1 x 128, the smallest power-of-two scale that clips nothing."""
+    out = np.zeros(x.shape)
+    for row in range(x.shape[0]):
+        for first in range(0, x.shape[1], 128):
+            block = x[row, first : first + 128].astype(np.float64)
+            scale = 2.0 ** max(-126.0, np.ceil(np.log2(max(np.abs(block).max(), 1e-300) / 448)))
+            codes = (block / scale).astype(ml_dtypes.float8_e4m3fn)
+            out[row, first : first + 128] = codes.astype(np.float64) * scale
+    return out
+
+
+def fp8_linear_of(num_inputs: int, num_outputs: int, fp8: bool = True) -> Linear:
+    torch.manual_seed(num_inputs)
+    linear = Linear(
+        num_inputs, num_outputs, bias=True, precision="mxfp4", compute=torch.bfloat16, dtype=torch.float32, fp8=fp8
+    )
+    for parameter in linear.parameters():
+        parameter.data.normal_()
+    return linear
+
+
+def assert_near(found: torch.Tensor | None, want: np.ndarray, tolerance: float) -> None:
+    """tolerance: of the largest magnitude."""
+    assert found is not None
+    assert found.shape == want.shape
+    gap = np.abs(found.detach().double().numpy() - want)
+    assert gap.max(initial=0.0) <= tolerance * np.abs(want).max(initial=0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs"),
+    [(37, 48, 160), (130, 272, 96), (1, 16, 32), (0, 16, 32), (16, 128, 128), (300, 144, 416)],
+)
+def test_an_fp8_linear_and_its_gradients_are_the_products_of_the_quantised_operands(num_rows, num_outputs, num_inputs):
+    linear = fp8_linear_of(num_inputs, num_outputs)
+    assert linear.bias is not None
+    x_NI = (torch.randn(num_rows, num_inputs) * torch.logspace(-1, 1, num_inputs)).bfloat16().requires_grad_()
+    upstream_NO = (torch.randn(num_rows, num_outputs) * 1e-9).bfloat16()
+    out = linear(x_NI)
+    assert out.dtype == torch.bfloat16
+    out.backward(upstream_NO)
+    assert linear.fp8_exact is True
+    # The weight is its MXFP4 values, not one of them rounded.
+    w, x, dy = oracle_values(linear.weight.detach().numpy()), x_NI.detach().float().numpy(), upstream_NO.float().numpy()
+    # Rounded to bf16 twice, with the bias.
+    assert_near(out, fp8_oracle(x) @ w.T + rounded_to_bf16(linear.bias.detach().numpy()), 2.0**-7)
+    assert_near(x_NI.grad, fp8_oracle(dy) @ w, 2.0**-8)
+    # In fp32 as it was summed: rounding to bf16 would be a thousand times as far off.
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.dtype == torch.float32
+    assert_near(linear.weight.grad, fp8_oracle(dy.T.copy()) @ fp8_oracle(x.T.copy()).T, 1e-6)
+    assert_near(linear.bias.grad, dy.astype(np.float64).sum(0), 2.0**-7)
+
+
+def spoilt(linear: Linear) -> None:
+    """A block of one tile lies more than FP8's 14 binades below the others."""
+    linear.weight.data[3, 32:64] *= 2.0**-20
+
+
+def passes(linear: Linear, x_NI: torch.Tensor, upstream_NO: torch.Tensor) -> list[torch.Tensor | None]:
+    x_NI = x_NI.clone().requires_grad_()
+    linear.zero_grad()
+    out = linear(x_NI)
+    out.backward(upstream_NO)
+    return [out.detach(), x_NI.grad, *(p.grad for p in linear.parameters())]
+
+
+def test_a_weight_that_fp8_would_round_stays_in_bf16_until_its_verdict_is_asked_for_again():
+    linear, plain = fp8_linear_of(160, 144), fp8_linear_of(160, 144, fp8=False)
+    x_NI, upstream_NO = torch.randn(21, 160).bfloat16(), torch.randn(21, 144).bfloat16()
+
+    def same() -> list[bool]:
+        both = zip(passes(linear, x_NI, upstream_NO), passes(plain, x_NI, upstream_NO), strict=True)
+        return [a is not None and b is not None and torch.equal(a, b) for a, b in both]
+
+    assert same() == [False, False, False, True]  # the bias's gradient is no product
+    assert linear.fp8_exact is True
+    for one in (linear, plain):
+        spoilt(one)
+    linear.fp8_exact = None
+    assert same() == [True] * 4
+    assert linear.fp8_exact is False
+    linear.weight.data.normal_()
+    linear.fp8_exact = None
+    passes(linear, x_NI, upstream_NO)
+    assert linear.fp8_exact is True
+
+
+def test_without_gradients_an_fp8_linear_is_the_samplers():
+    linear, plain = fp8_linear_of(96, 48), fp8_linear_of(96, 48, fp8=False)
+    x_NI = torch.randn(5, 96)
+    with torch.no_grad():
+        assert torch.equal(linear(x_NI), plain(x_NI))
+    assert linear.fp8_exact is None
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+def test_a_verdict_is_read_once_however_often_the_forward_runs(monkeypatch, spoil):
+    """Each reading waits for the device; the recomputation in backward must also go the way of its forward."""
+    linear = fp8_linear_of(96, 48)
+    if spoil:
+        spoilt(linear)
+    reads = []
+    whole = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda t: reads.append(t.shape) or whole(t))
+    x_NI = torch.randn(5, 96).bfloat16().requires_grad_()
+    upstream_NO = torch.randn(5, 48).bfloat16()
+    recomputed = checkpoint(linear, x_NI, use_reentrant=False)
+    assert isinstance(recomputed, torch.Tensor)
+    recomputed.backward(upstream_NO)
+    found = [x_NI.grad, *(p.grad for p in linear.parameters())]
+    wanted = passes(linear, x_NI.detach(), upstream_NO)[1:]
+    assert len(reads) == 1
+    for grad, want in zip(found, wanted, strict=True):
+        assert grad is not None
+        assert want is not None
+        assert torch.equal(grad, want)

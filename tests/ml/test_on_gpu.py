@@ -3,6 +3,7 @@ may cost. A GPU result may be no further from the oracle than FACTOR times as fa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -163,20 +164,28 @@ def batch(device: str, teacher_width: int) -> MicroBatch:
     return MicroBatch(frame, ids_N, positions_N, cu_tokens, tuple(segments))
 
 
+def step_of(
+    folders: dict[str, Path], precision: Precision, compute: Compute, device: str, *, recompute: bool
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss, and gradient of every parameter in float64 on the CPU."""
+    model = load_model(folders["student"], precision=precision, compute=compute, device=device, trainable=True)
+    model.checkpoint_layers = recompute
+    student = Student(model, LossSettings(VOCAB, chunk_bytes=8 << 20))
+    heads = TeacherHeads(lambda _: read_head(folders["teacher"]), vocab_size=VOCAB, device=torch.device(device))
+    loss, kls, _ = student(batch(device, 384), heads)
+    loss.backward()
+    assert len(kls) == 2
+    assert all(m.fp8_exact for m in model.modules() if isinstance(m, Linear) and m.fp8)
+    found = {name: p.grad.double().cpu() for name, p in student.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(student.parameters()))
+    return float(loss.detach()), found
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp4"])
 def test_a_training_steps_loss_and_gradients_are_as_near_to_fp32_as_the_cpus(folders, precision: Precision, recompute):
     def gradients(compute: Compute, device: str) -> tuple[float, dict[str, torch.Tensor]]:
-        model = load_model(folders["student"], precision=precision, compute=compute, device=device, trainable=True)
-        model.checkpoint_layers = recompute
-        student = Student(model, LossSettings(VOCAB, chunk_bytes=8 << 20))
-        heads = TeacherHeads(lambda _: read_head(folders["teacher"]), vocab_size=VOCAB, device=torch.device(device))
-        loss, kls, _ = student(batch(device, 384), heads)
-        loss.backward()
-        assert len(kls) == 2
-        found = {name: p.grad.double().cpu() for name, p in student.named_parameters() if p.grad is not None}
-        assert len(found) == len(list(student.parameters()))
-        return float(loss.detach()), found
+        return step_of(folders, precision, compute, device, recompute=recompute)
 
     oracle_loss, oracle = gradients("fp32", "cpu")
     cpu_loss, cpu = gradients("bf16", "cpu")
@@ -185,6 +194,49 @@ def test_a_training_steps_loss_and_gradients_are_as_near_to_fp32_as_the_cpus(fol
     for name, want in oracle.items():
         bound = FACTOR * relative_error(cpu[name], want) + 1e-3
         assert relative_error(gpu[name], want) < bound, (name, relative_error(gpu[name], want), bound)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_training_step_in_fp8_is_as_near_to_fp32_as_the_cpus(folders, recompute):
+    """The CPU multiplies the same codes in fp32: what it is off by is what FP8 costs."""
+
+    def gradients(compute: Compute, device: str) -> tuple[float, dict[str, torch.Tensor]]:
+        return step_of(folders, "mxfp4", compute, device, recompute=recompute)
+
+    oracle_loss, oracle = gradients("fp32", "cpu")
+    cpu_loss, cpu = gradients("fp8", "cpu")
+    gpu_loss, gpu = gradients("fp8", "cuda")
+    assert abs(gpu_loss - oracle_loss) < FACTOR * abs(cpu_loss - oracle_loss) + 2e-3 * oracle_loss
+    for name, want in oracle.items():
+        found, bound = relative_error(gpu[name], want), FACTOR * relative_error(cpu[name], want) + 1e-3
+        assert found < bound, (name, found, bound)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 37, 300])
+@pytest.mark.parametrize("spoil", [False, True])
+def test_an_fp8_linear_multiplies_the_cpus_codes(num_rows, spoil):
+    """Ragged tiles; a weight that FP8 would round falls back on both devices."""
+    linear = Linear(416, 208, bias=True, precision="mxfp4", compute=torch.bfloat16, dtype=torch.float32, fp8=True)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in linear.parameters():
+        parameter.data.normal_(generator=generator)
+    if spoil:
+        linear.weight.data[200, 32:64] *= 2.0**-20
+    x_NI = torch.randn(num_rows, 416, generator=generator).bfloat16()
+    upstream_NO = torch.randn(num_rows, 208, generator=generator).bfloat16()
+
+    def passes(device: str) -> list[torch.Tensor]:
+        one = copy.deepcopy(linear).to(device)
+        x = x_NI.to(device).requires_grad_()
+        out = one(x)
+        out.backward(upstream_NO.to(device))
+        assert one.fp8_exact is not spoil
+        found = [out, x.grad, *(p.grad for p in one.parameters())]
+        return [t.detach().float().cpu() for t in found if t is not None]
+
+    for found, want in zip(passes("cuda"), passes("cpu"), strict=True):
+        assert found.shape == want.shape
+        assert (found - want).norm() <= 4e-3 * want.norm()
 
 
 def test_recomputed_log_probabilities_are_the_samplers_bits(folders):

@@ -52,6 +52,7 @@ def test_defaults_and_derived_values():
         ("prompts", {"datasets": [{"name": "g", "size": 1, "teachers": ["aa"]}]}, "did you mean 'a'"),
         ("prompts", {"datasets": [{"name": "g", "size": 1, "teachers": []}]}, "teachers"),
         ("train.learning_rate", float("nan"), "finite"),
+        ("train.compute", "fp8", "'fp8' with student.precision = 'bf16'"),
     ],
 )
 def test_bad_settings_are_named(path, value, message):

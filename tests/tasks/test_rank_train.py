@@ -71,6 +71,26 @@ def test_a_student_in_mxfp4_exports_its_master_and_names_the_linears_that_fp8_wo
     assert all(tensor.dtype == torch.float32 for tensor in exported.values())
 
 
+def test_training_in_fp8_lowers_the_loss_and_counts_at_each_step_what_it_leaves_in_bf16(base):
+    tiny_model(base / "fp8", width=64)
+    weights = load_file(base / "fp8" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name][:, :32] *= 2.0**-24
+    save_file(weights, base / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    options = {"student_folder": str(base / "fp8"), "precision": "mxfp4", "compute": "fp8"}
+    work = write_work(base, "in-fp8", **options)
+    events(work)
+    losses = [row["value"] for row in rows_of(work) if row["name"] == "loss"]
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == STEPS
+    # An update of 1e-3 brings the small block within reach.
+    counts = [(row["step"], row["value"]) for row in rows_of(work) if row["name"] == "fp8_inexact_linears"]
+    assert counts == [(0, 1.0), *((step, 0.0) for step in range(1, STEPS + 1))]
+    assert manifest_of(work)["fp8_inexact"] == []
+    before, after = (dict(heldout_kl(work, when))[None] for when in ("before", "after"))
+    assert after < before
+
+
 def test_the_export_is_a_model_that_transformers_loads_and_its_digest_the_version(base, straight):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -19,6 +19,7 @@ from tasks.models import check_precisions
 from tasks.prompts import load_prompts
 from tasks.text import Tokenizer
 from tests.ml.test_mxfp4_loop import oracle_values
+from tests.random_models import random_model
 from tests.tiny import tiny_model
 
 
@@ -130,6 +131,15 @@ def test_packing_replaces_nothing_but_what_it_made(base, tmp_path, capsys):
 def test_a_report_on_nothing_is_refused(base, capsys):
     assert main(["teachers", "report", str(base / "run.toml"), "--prompts", "0"]) == 2
     assert "--prompts" in capsys.readouterr().err
+
+
+def test_a_student_whose_linears_fp8_cannot_multiply_is_named_before_anything_runs(base):
+    settings = ["student.precision=mxfp4", "train.compute=fp8"]
+    check_precisions(base / "student", config.load(base / "run.toml", settings))
+    random_model(base / "narrow", "small", seed=1, num_attention_heads=8, num_key_value_heads=1, head_dim=8)
+    run = config.load(base / "run.toml", [*settings, f"student.path={base / 'narrow'}"])
+    with pytest.raises(config.ConfigError, match=r"train\.compute[^\0]*16 rows[^\0]*8 in model\.layers\.0.*k_proj"):
+        check_precisions(base / "narrow", run)
 
 
 @pytest.mark.parametrize(
