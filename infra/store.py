@@ -21,10 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from infra.threads import at_once
 from schemas.errors import ConfigError, StoreError
 
 _TMP = ".tmp"
 Data = bytes | bytearray | memoryview
+#: Of a large object: what one request reads or writes.
+PART_BYTES = 32 << 20
+#: Requests for parts of one object at once: a connection to S3 has a tenth of what a host can take.
+PARTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,15 @@ class ObjectInfo:
 
     size_bytes: int
     digest: str | None
+
+
+@dataclass(frozen=True)
+class UnfinishedWrite:
+    """What a killed writer left, which no key shows. where: for people; size_bytes: that it takes in the store."""
+
+    where: str
+    size_bytes: int
+    name: tuple[str, ...]
 
 
 class ObjectStore(Protocol):
@@ -71,6 +87,14 @@ class ObjectStore(Protocol):
         """Remove the object; a missing key is no error."""
         ...
 
+    def unfinished_writes(self, age_seconds: float) -> list[UnfinishedWrite]:
+        """Those of files that nobody wrote to for `age_seconds`, of uploads begun then; by the store's own clock."""
+        ...
+
+    def discard(self, write: UnfinishedWrite) -> None:
+        """Remove what it left; no error if it is gone. A writer that still lives fails, and leaves no object."""
+        ...
+
 
 def open_store(root: str) -> ObjectStore:
     """The store at `root`: a local folder, or `s3://BUCKET/PREFIX`.
@@ -89,12 +113,19 @@ def open_store(root: str) -> ObjectStore:
     return S3Store(bucket, prefix.strip("/"))
 
 
-def abandoned_writes(store: ObjectStore, age_seconds: float) -> list[Path]:
-    """Files of a local store that killed writers left unfinished at least `age_seconds` ago; never one on S3.
+def read_parts(store: ObjectStore, key: str, size_bytes: int) -> memoryview:
+    """The first `size_bytes` of an object in memory of the caller's own, by several range requests at once.
 
-    The age is told by the file system's clock, from a file made now, so that hosts with other clocks agree.
+    For large objects whose digest the caller knows: parts of two versions are not told apart.
     """
-    return store.abandoned_writes(age_seconds) if isinstance(store, LocalStore) else []
+    buffer = np.empty(size_bytes, np.uint8).data
+
+    def read(start: int) -> None:
+        length = min(PART_BYTES, size_bytes - start)
+        buffer[start : start + length] = store.get_range(key, start, length)
+
+    at_once(read, range(0, size_bytes, PART_BYTES), PARTS_AT_ONCE)
+    return buffer
 
 
 def s3_endpoint() -> str | None:
@@ -195,18 +226,24 @@ class LocalStore:
             path.unlink()
             _fsync_folder(path.parent)
 
-    def abandoned_writes(self, age_seconds: float) -> list[Path]:
+    def unfinished_writes(self, age_seconds: float) -> list[UnfinishedWrite]:
         folder = self._root / _TMP
         if not folder.is_dir():
             return []
         old = []
+        # The age is told by the file system's clock, from a file made now, so that hosts with other clocks agree.
         with self._explained(_TMP), self._written(b"") as probe:
             now = probe.stat().st_mtime
-            for path in folder.iterdir():
+            for path in sorted(folder.iterdir()):
                 with contextlib.suppress(FileNotFoundError):  # a living writer has just finished
-                    if now - path.stat().st_mtime >= age_seconds:
-                        old.append(path)
-        return sorted(old)
+                    if path != probe and now - path.stat().st_mtime >= age_seconds:
+                        old.append(UnfinishedWrite(str(path), path.stat().st_size, (path.name,)))
+        return old
+
+    def discard(self, write: UnfinishedWrite) -> None:
+        (name,) = write.name
+        with self._explained(_TMP), contextlib.suppress(FileNotFoundError):
+            (self._root / _TMP / name).unlink()
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

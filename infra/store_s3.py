@@ -1,8 +1,9 @@
 """The object store in an S3 bucket, for any service with conditional PUT (If-None-Match).
 
-Each object is one PutObject: conditional multipart uploads have had two winners on real servers. The SDK's own
-retries are off, since this module must know that a request was sent twice: the second 412 may be the answer to
-its own first try. Every object carries two entries of user metadata,
+`put_if_absent` is one PutObject: conditional multipart uploads have had two winners on real servers. A large `put`,
+which has no condition, is a multipart upload, whose object appears when it is complete. The SDK's own retries are off,
+since this module must know that a request was sent twice: the second 412 may be the answer to its own first try.
+Every object carries two entries of user metadata,
 
     opd-sha256   of its bytes, checked by every whole read
     opd-write    a random name of the call that wrote it: tells a lost answer from a lost race
@@ -12,6 +13,8 @@ Invariant: a read returns exactly the bytes asked for, of one version of the obj
 
 from __future__ import annotations
 
+import email.utils
+import hashlib
 import logging
 import os
 import random
@@ -26,7 +29,8 @@ from boto3.session import Session
 from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
-from infra.store import Data, ObjectInfo, check_key, s3_endpoint
+from infra.store import PART_BYTES, PARTS_AT_ONCE, Data, ObjectInfo, UnfinishedWrite, check_key, s3_endpoint
+from infra.threads import at_once
 from schemas.errors import ConfigError, FormatError, OpdError, StoreError
 from schemas.keys import digest_bytes
 
@@ -36,6 +40,12 @@ _T = TypeVar("_T")
 _ATTEMPTS = 8
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.2, 5.0
 _CHUNK_BYTES = 1 << 16
+#: The largest object that is one PutObject, which the service limits to 5 GB.
+_SINGLE_BYTES = 128 << 20
+#: The service's limit; parts of larger objects are larger.
+_MOST_PARTS = 10_000
+#: Parts of all objects that are on their way at once: each is a copy in memory.
+_PARTS_IN_MEMORY = 16
 _BROKEN_BODY = (
     aws.HTTPClientError, aws.IncompleteReadError, aws.FlexibleChecksumError, HTTPError, OSError,
 )  # fmt: skip
@@ -88,6 +98,7 @@ class S3Store:
         self._client_lock = threading.Lock()
         self._client_of: tuple[int, Any] | None = None
         self._bucket_seen = False
+        self._sending = threading.BoundedSemaphore(_PARTS_IN_MEMORY)
 
     def get(self, key: str) -> bytes:
         check_key(key)
@@ -108,19 +119,24 @@ class S3Store:
         return bytes(self._read(key, start, length)[0])
 
     def put(self, key: str, data: Data | Sequence[Data]) -> None:
-        arguments = self._object(key, data)
-        self._retrying(key, lambda: self._client().put_object(**arguments))
+        pieces = [memoryview(piece).cast("B") for piece in ([data] if isinstance(data, Data) else data)]
+        arguments = self._object(key, pieces)
+        if sum(len(piece) for piece in pieces) > _SINGLE_BYTES:
+            self._put_parts(key, arguments, pieces)
+        else:
+            body = b"".join(pieces)
+            self._retrying(key, lambda: self._client().put_object(**arguments, Body=body))
 
     def put_if_absent(self, key: str, data: Data) -> bool:
-        arguments = self._object(key, data)
+        arguments = self._object(key, [memoryview(data)])
+        body = bytes(data)
         try:
-            self._retrying(key, lambda: self._client().put_object(**arguments, IfNoneMatch="*"))
+            self._retrying(key, lambda: self._client().put_object(**arguments, Body=body, IfNoneMatch="*"))
         except _Failed as failed:
             if failed.status != 412:
                 raise
             # An answer to an earlier try of this very call may have been lost: then the object is ours.
-            head = self._head(key)
-            return head is not None and head["Metadata"].get("opd-write") == arguments["Metadata"]["opd-write"]
+            return self._wrote(key, arguments)
         return True
 
     def list(self, prefix: str) -> list[str]:
@@ -146,6 +162,88 @@ class S3Store:
             if failed.code != "NoSuchKey":
                 raise
 
+    def unfinished_writes(self, age_seconds: float) -> list[UnfinishedWrite]:
+        arguments: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix}
+        found = []
+        while True:
+            page = self._retrying("", lambda: self._client().list_multipart_uploads(**arguments))
+            now = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+            for upload in page.get("Uploads", ()):
+                if (now - upload["Initiated"]).total_seconds() >= age_seconds:
+                    found.append(self._unfinished(upload["Key"].removeprefix(self._prefix), upload["UploadId"]))
+            if not page.get("IsTruncated"):
+                return sorted(found, key=lambda write: write.name)
+            arguments["KeyMarker"], arguments["UploadIdMarker"] = page["NextKeyMarker"], page["NextUploadIdMarker"]
+
+    def discard(self, write: UnfinishedWrite) -> None:
+        key, upload_id = write.name
+        upload = {"Bucket": self._bucket, "Key": self._prefix + key, "UploadId": upload_id}
+        try:
+            self._retrying(key, lambda: self._client().abort_multipart_upload(**upload))
+        except _Failed as failed:
+            if failed.code != "NoSuchUpload":
+                raise
+
+    def _unfinished(self, key: str, upload_id: str) -> UnfinishedWrite:
+        arguments = {"Bucket": self._bucket, "Key": self._prefix + key, "UploadId": upload_id}
+        size = 0
+        while True:
+            try:
+                page = self._retrying(key, lambda: self._client().list_parts(**arguments))
+            except _Failed as failed:
+                if failed.code != "NoSuchUpload":  # it has just ended
+                    raise
+                break
+            size += sum(part["Size"] for part in page.get("Parts", ()))
+            if not page.get("IsTruncated"):
+                break
+            arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
+        return UnfinishedWrite(f"{self._where(key)}, upload {upload_id}", size, (key, upload_id))
+
+    def _put_parts(self, key: str, arguments: dict[str, Any], pieces: Sequence[memoryview]) -> None:
+        """One object of pieces that are never joined; nothing is there before all of it is."""
+        size = sum(len(piece) for piece in pieces)
+        part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
+        client = self._client()
+        # A service holds parts to the checksum that it was told of at the start.
+        checked = client.meta.config.request_checksum_calculation == "when_supported"
+        kind = {"ChecksumAlgorithm": "CRC32"} if checked else {}
+        created = self._retrying(key, lambda: client.create_multipart_upload(**arguments, **kind))
+        upload = {"Bucket": self._bucket, "Key": self._prefix + key, "UploadId": created["UploadId"]}
+
+        def send(number: int) -> dict[str, Any]:
+            with self._sending:
+                body = _cut(pieces, (number - 1) * part_bytes, part_bytes)
+                request = {**upload, **kind, "PartNumber": number, "Body": body}
+                sent = self._retrying(key, lambda: client.upload_part(**request))
+            return {"PartNumber": number} | {name: sent[name] for name in ("ETag", "ChecksumCRC32") if name in sent}
+
+        try:
+            parts = at_once(send, range(1, -(-size // part_bytes) + 1), PARTS_AT_ONCE)
+            complete = {"MultipartUpload": {"Parts": parts}}
+            self._retrying(key, lambda: client.complete_multipart_upload(**upload, **complete))
+        except _Failed as failed:
+            # An answer to an earlier try of this very call may have been lost: then the object is ours.
+            if failed.code == "NoSuchUpload" and self._wrote(key, arguments):
+                return
+            self._give_up(key, upload)
+            raise
+        except BaseException:
+            self._give_up(key, upload)
+            raise
+
+    def _give_up(self, key: str, upload: dict[str, Any]) -> None:
+        """What this cannot remove, upkeep will."""
+        try:
+            self._client().abort_multipart_upload(**upload)
+        except (aws.BotoCoreError, aws.ClientError, HTTPError, OSError) as error:
+            _log.warning("%s: unfinished upload stays: %s", self._where(key), error)
+
+    def _wrote(self, key: str, arguments: dict[str, Any]) -> bool:
+        """Whether the object there is of the call with these arguments."""
+        head = self._head(key)
+        return head is not None and head["Metadata"].get("opd-write") == arguments["Metadata"]["opd-write"]
+
     def _client(self) -> Any:
         """This process's client: one may be shared by threads, but not across a fork."""
         with self._client_lock:
@@ -165,10 +263,13 @@ class S3Store:
                 self._client_of = (os.getpid(), client)
             return self._client_of[1]
 
-    def _object(self, key: str, data: Data | Sequence[Data]) -> dict[str, Any]:
-        body = bytes(data) if isinstance(data, Data) else b"".join(data)
-        metadata = {"opd-sha256": digest_bytes(body), "opd-write": uuid.uuid4().hex}
-        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key), "Body": body, "Metadata": metadata}
+    def _object(self, key: str, pieces: Sequence[memoryview]) -> dict[str, Any]:
+        """What a request that makes an object says beside its bytes."""
+        sha256 = hashlib.sha256()
+        for piece in pieces:
+            sha256.update(piece)
+        metadata = {"opd-sha256": sha256.hexdigest(), "opd-write": uuid.uuid4().hex}
+        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key), "Metadata": metadata}
 
     def _head(self, key: str) -> dict[str, Any] | None:
         try:
@@ -294,8 +395,8 @@ class S3Store:
             expected, advice = "the bucket's own region", "correct AWS_DEFAULT_REGION"
         elif code in _CREDENTIAL_CODES:
             expected, advice = "credentials that may read and write here", "correct AWS_ACCESS_KEY_ID and its rights"
-        elif status in (400, 411, 501) and error.operation_name == "PutObject":
-            expected = "a service that takes PUT with a checksum and with If-None-Match"
+        elif status in (400, 411, 501) and error.operation_name in ("PutObject", "CreateMultipartUpload", "UploadPart"):
+            expected = "a service that takes PUT with a checksum and with If-None-Match, and multipart uploads"
             advice = f"{_CHECKSUM_ADVICE} if it cannot do checksums; then opd doctor"
         return _Failed(status, code, where, expected, found, advice)
 
@@ -345,6 +446,15 @@ class _Reading:
         self.etag = None
         if self._whole:
             self.length = None
+
+
+def _cut(pieces: Sequence[memoryview], start: int, length: int) -> bytes:
+    """`length` bytes, or what is left, from `start` of all pieces."""
+    found = []
+    for piece in pieces:
+        found.append(piece[max(0, start) : max(0, start + length)])
+        start -= len(piece)
+    return b"".join(found)
 
 
 def _passes(error: Exception) -> bool:

@@ -3,7 +3,7 @@
     token log and spilled KV of a partition   when its manifest and its stage's manifest stand; all of its epochs
     other objects of a partition              then too: those of superseded owners, which its manifest does not name
     a partition's folders on this node        then too, and nothing in them was written for a day
-    unfinished writes of killed processes     in a local store, older than a day by the file system's own clock
+    unfinished writes of killed processes     files or multipart uploads a day old, by the store's own clock
     epochs of a table's lease                 all but the newest _KEPT_EPOCHS
 
 Nothing that a stage, `opd verify` or `opd show` reads is touched: rows, shards and manifests stay. It may run at any
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.leases import Finished
-from infra.store import ObjectStore, abandoned_writes, open_store
+from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas.errors import ContractError
 from schemas.rows import TABLES
@@ -68,7 +68,7 @@ def upkeep(
                  for line in _partitions(store, run_id, scratch, dry_run)]  # fmt: skip
     leases_of_tables = [key for table in TABLES for key in _old_epochs(store, keys.table_lease(table))]
     collected.append(_delete(store, "epochs of table leases", None, leases_of_tables, dry_run))
-    collected.append(_unlink(abandoned_writes(store, STALE_SECONDS), dry_run))
+    collected.append(_discard(store, dry_run))
     return collected
 
 
@@ -178,15 +178,11 @@ def _delete(store: ObjectStore, what: str, run_id: str | None, found: Iterable[s
     return Collected(what, run_id, len(sizes), sum(sizes))
 
 
-def _unlink(paths: Iterable[Path], dry_run: bool) -> Collected:
-    sizes = []
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # another call was faster
-            size = path.stat().st_size
-            if not dry_run:
-                path.unlink()
-            sizes.append(size)
-    return Collected("unfinished writes", None, len(sizes), sum(sizes))
+def _discard(store: ObjectStore, dry_run: bool) -> Collected:
+    found = store.unfinished_writes(STALE_SECONDS)
+    for write in () if dry_run else found:
+        store.discard(write)
+    return Collected("unfinished writes", None, len(found), sum(write.size_bytes for write in found))
 
 
 def _remove(run_id: str, folders: Iterable[Path], dry_run: bool) -> Collected:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 import signal
 import subprocess
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import LocalStore, ObjectStore, open_store
+from infra import store as infra_store
+from infra import store_s3
+from infra.store import LocalStore, ObjectStore, open_store, read_parts
 from schemas.errors import ConfigError, StoreError
 
 
@@ -59,6 +63,47 @@ def test_parts_become_one_object(store: ObjectStore):
     assert store.get("k") == b"one,two,\0\0\0"
     store.put("k", [])
     assert store.get("k") == b""
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 MiB, the least that S3 takes, so that an object of 13 MiB has three."""
+    monkeypatch.setattr(store_s3, "_SINGLE_BYTES", 6 * MIB)
+    monkeypatch.setattr(store_s3, "PART_BYTES", 5 * MIB)
+    monkeypatch.setattr(infra_store, "PART_BYTES", 2 * MIB + 7)
+
+
+@pytest.mark.parametrize("size", [6 * MIB + 1, 10 * MIB, 13 * MIB + 5, 20 * MIB - 1])
+@pytest.mark.usefixtures("small_parts")
+def test_a_large_object_is_the_bytes_of_its_pieces(store: ObjectStore, size: int):
+    data = os.urandom(size)
+    cuts = [0, 1, 4096, 4096, 5 * MIB - 1, 5 * MIB + 1, size]
+    store.put("large", b"before")
+    store.put("large", [memoryview(data)[a:b] for a, b in itertools.pairwise(cuts)])
+    assert store.get("large") == data
+    assert read_parts(store, "large", size) == data
+    assert read_parts(store, "large", 3 * MIB) == data[: 3 * MIB]
+    info = store.head("large")
+    assert info is not None
+    assert (info.size_bytes, info.digest) in ((size, None), (size, hashlib.sha256(data).hexdigest()))
+    assert store.get_range("large", 5 * MIB - 3, 7) == data[5 * MIB - 3 : 5 * MIB + 4]
+    assert store.unfinished_writes(0.0) == []
+    store.put("large", data)
+    assert store.get("large") == data
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_is_read_in_parts_may_be_written(store: ObjectStore):
+    store.put("k", b"abc")
+    data = read_parts(store, "k", 3)
+    data[0] = 120
+    assert bytes(data) == b"xbc"
+    assert bytes(read_parts(store, "k", 0)) == b""
+    with pytest.raises(StoreError, match="3 bytes"):
+        read_parts(store, "k", 4)
 
 
 def test_identical_bytes_do_not_make_a_second_winner(store: ObjectStore):
