@@ -19,7 +19,9 @@ from torch import nn
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_round, mxfp4_to_fp8
 from kernels.scaled_mm import (
     LARGEST_SCALE,
+    Fp8Input,
     Mxfp4Weight,
+    fp8_input,
     fp8_linear,
     join_mxfp4,
     mxfp4_mm,
@@ -143,14 +145,21 @@ class Linear(nn.Module):
             self.packed = None
             self.weight = nn.Parameter(mxfp4_dequantize(blocks, scales, self.compute), requires_grad=False)
 
-    def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """[N, I] of any float dtype -> [N, O] in `compute`; of both, a rank's own columns where the class says so."""
+    def shared_input(self, x_NI: torch.Tensor) -> Fp8Input | None:
+        """For `forward` of this linear and of others of its kind that read the same x: what they would each make."""
+        return fp8_input(x_NI.to(self.compute)) if self.fp8 and torch.is_grad_enabled() else None
+
+    def forward(self, x_NI: torch.Tensor, x_fp8: Fp8Input | None = None) -> torch.Tensor:
+        """[N, I] of any float dtype -> [N, O] in `compute`; of both, a rank's own columns where the class says so.
+
+        x_fp8: `shared_input` of x_NI, if several linears read it.
+        """
         x_NI = x_NI.to(self.compute)
         if not self.gathers:
-            return self._product(x_NI)
+            return self._product(x_NI, x_fp8)
         return self.group.gather(self._product(self.group.gather(x_NI, self.num_inputs)), self.num_outputs)
 
-    def _product(self, x_NI: torch.Tensor) -> torch.Tensor:
+    def _product(self, x_NI: torch.Tensor, x_fp8: Fp8Input | None = None) -> torch.Tensor:
         bias_O = None
         if self.bias is not None:
             bias_O = weight_values(self.bias, dense_precision(self.precision)).to(self.compute)
@@ -160,7 +169,7 @@ class Linear(nn.Module):
         if self.fp8 and torch.is_grad_enabled():
             codes = self._fp8_codes()
             if codes is not None:
-                out_NO = fp8_linear(x_NI, self.weight, codes)
+                out_NO = fp8_linear(x_NI, self.weight, codes, x_fp8)
                 return out_NO if bias_O is None else out_NO + bias_O
         w_OI = weight_values(self.weight, self.precision).to(self.compute)
         if not torch.is_grad_enabled():

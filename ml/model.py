@@ -240,7 +240,11 @@ class Attention(nn.Module):
         self.joined = join((self.q_proj, self.k_proj, self.v_proj))
 
     def forward(self, x_ND: torch.Tensor, rotary: Rotary, attend: Attend, layer_index: int) -> torch.Tensor:
-        columns = self.joined(x_ND) if self.joined else (self.q_proj(x_ND), self.k_proj(x_ND), self.v_proj(x_ND))
+        if self.joined:
+            columns = self.joined(x_ND)
+        else:
+            x_fp8 = self.q_proj.shared_input(x_ND)
+            columns = [linear(x_ND, x_fp8) for linear in (self.q_proj, self.k_proj, self.v_proj)]
         q_NHC, k_NGC, v_NGC = (y.unflatten(-1, (-1, self.config.head_channels)) for y in columns)
         norms = None
         if self.config.qk_norm and self.q_norm.weight.requires_grad:
@@ -266,7 +270,11 @@ class FeedForward(nn.Module):
         self.joined = join((self.gate_proj, self.up_proj))
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        gate_NI, up_NI = self.joined(x_ND) if self.joined else (self.gate_proj(x_ND), self.up_proj(x_ND))
+        if self.joined:
+            gate_NI, up_NI = self.joined(x_ND)
+        else:
+            x_fp8 = self.gate_proj.shared_input(x_ND)
+            gate_NI, up_NI = self.gate_proj(x_ND, x_fp8), self.up_proj(x_ND, x_fp8)
         return self.down_proj(silu_gate(gate_NI, up_NI))
 
 

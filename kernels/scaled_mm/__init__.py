@@ -13,11 +13,12 @@ Shape letters: M rows of x, N rows of the weight (outputs), K columns of both (t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from kernels.quant import fp8_quantize_rows, fp8_quantize_tiles, mxfp4_to_fp8
+from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_tiles, mxfp4_to_fp8
 from kernels.scaled_mm.packing import LARGEST_SCALE, Mxfp4Weight, join_mxfp4, pack_mxfp4, split_mxfp4
 from schemas.errors import ContractError
 
@@ -25,8 +26,10 @@ Implementation = Literal["library", "triton", "reference"]
 
 __all__ = [
     "LARGEST_SCALE",
+    "Fp8Input",
     "Implementation",
     "Mxfp4Weight",
+    "fp8_input",
     "fp8_linear",
     "fp8_mm",
     "join_mxfp4",
@@ -160,16 +163,39 @@ def w4a8_mm(
     return fp8_mm(*fp8_quantize_rows(x_MK), w_codes, w_scales, dtype=dtype, impl=impl)
 
 
+@dataclass(frozen=True)
+class Fp8Input:
+    """`kernels.quant.fp8_quantize_both` of a linear's x with rows of zeros up to a multiple of 16: codes and scales of
+    its rows for the forward product, of its columns for the weight's gradient."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    codes_t: torch.Tensor
+    scales_t: torch.Tensor
+
+
+def fp8_input(x_MK: torch.Tensor) -> Fp8Input:
+    """x_MK, bf16 or fp32, as `fp8_linear` takes it, made once for several weights that multiply one x."""
+    from kernels.scaled_mm.fp8 import whole_sixteens
+
+    return Fp8Input(*fp8_quantize_both(whole_sixteens(x_MK.detach())))
+
+
 def fp8_linear(
-    x_MK: torch.Tensor, w_NK: torch.Tensor, w_fp8: tuple[torch.Tensor, torch.Tensor] | None = None
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    w_fp8: tuple[torch.Tensor, torch.Tensor] | None = None,
+    x_fp8: Fp8Input | None = None,
 ) -> torch.Tensor:
     """y_MN = x_MK @ w_NK.T in FP8, bf16 out, differentiable: forward, dgrad and wgrad are FP8 products.
 
     x_MK: bf16 or fp32. w_NK: bf16 or fp32 values, quantised by `kernels.quant.fp8_quantize_tiles`. w_fp8: codes and
     scales of that layout to multiply by instead, an FP8 copy of other values that w_NK stands for; w_NK then only gets
-    the gradient. It comes in w_NK's dtype, summed over all M rows in fp32; x's in x_MK's dtype.
+    the gradient. It comes in w_NK's dtype, summed over all M rows in fp32; x's in x_MK's dtype. x_fp8: `fp8_input` of
+    x_MK, made here when not given.
     """
     from kernels.scaled_mm.fp8 import Fp8Linear
 
     w_codes, w_scales = fp8_quantize_tiles(w_NK.detach()) if w_fp8 is None else w_fp8
-    return Fp8Linear.apply(x_MK, w_NK, w_codes, w_scales)  # pyright: ignore[reportReturnType]
+    x_fp8 = x_fp8 or fp8_input(x_MK)
+    return Fp8Linear.apply(x_MK, w_NK, w_codes, w_scales, x_fp8)  # pyright: ignore[reportReturnType]

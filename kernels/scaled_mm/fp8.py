@@ -65,21 +65,14 @@ def _columns_first(scales: torch.Tensor) -> torch.Tensor:
 
 
 class Fp8Linear(torch.autograd.Function):
-    """y = x @ w.T of w's codes; w itself is where the gradient goes. Keeps FP8 copies of x (along tokens) and w for
-    the backward pass, no wide ones."""
+    """y = x @ w.T of their codes; x and w themselves are where gradients go. Keeps FP8 copies of x (along tokens) and
+    w for the backward pass, no wide ones."""
 
     @staticmethod
-    def forward(ctx, x_MK, w_NK, w_codes, w_scales):
-        tokens = len(x_MK)
-        x_MK = _whole_sixteens(x_MK)
-        if ctx.needs_input_grad[1]:
-            x_codes, x_scales, xt_codes, xt_scales = fp8_quantize_both(x_MK)
-        else:
-            x_codes, x_scales = fp8_quantize_rows(x_MK)
-            xt_codes = xt_scales = None
-        ctx.save_for_backward(w_codes, w_scales, xt_codes, xt_scales)
+    def forward(ctx, x_MK, w_NK, w_codes, w_scales, x_fp8):
+        ctx.save_for_backward(w_codes, w_scales, x_fp8.codes_t, x_fp8.scales_t)
         ctx.dtypes = x_MK.dtype, w_NK.dtype
-        return _product(x_codes, x_scales, w_codes, w_scales, torch.bfloat16)[:tokens]
+        return _product(x_fp8.codes, x_fp8.scales, w_codes, w_scales, torch.bfloat16)[: len(x_MK)]
 
     @staticmethod
     def backward(ctx, *grads):
@@ -87,7 +80,7 @@ class Fp8Linear(torch.autograd.Function):
         x_dtype, w_dtype = ctx.dtypes
         dx_MK = dw_NK = None
         tokens = len(grads[0])
-        dy_MN = _whole_sixteens(grads[0])
+        dy_MN = whole_sixteens(grads[0])
         if ctx.needs_input_grad[1]:
             dy_codes, dy_scales, dyt_codes, dyt_scales = fp8_quantize_both(dy_MN)
             dw_NK = _product(dyt_codes, dyt_scales, xt_codes, xt_scales, w_dtype)
@@ -96,7 +89,7 @@ class Fp8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx_MK = _product(dy_codes, dy_scales, _transposed(w_codes), w_scales.t(), torch.bfloat16)
             dx_MK = dx_MK[:tokens].to(x_dtype)
-        return dx_MK, dw_NK, None, None
+        return dx_MK, dw_NK, None, None, None
 
 
 @triton.jit
@@ -120,7 +113,8 @@ def _transposed(codes: torch.Tensor) -> torch.Tensor:
     return target.view(codes.dtype)
 
 
-def _whole_sixteens(x_MK: torch.Tensor) -> torch.Tensor:
+def whole_sixteens(x_MK: torch.Tensor) -> torch.Tensor:
+    """x with rows of zeros up to a multiple of 16, 16 at least."""
     missing = max(16, -(-len(x_MK) // 16) * 16) - len(x_MK)
     return F.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
 

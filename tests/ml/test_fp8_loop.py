@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import kernels.scaled_mm
 from kernels.testing import relative_error
 from ml.checkpoint import load_model
+from ml.linear import Linear
+from ml.model import PackedCausal
 from schemas.errors import ConfigError
 from tests.ml.test_mxfp4_loop import fp8_holds, is_linear, master_of, write_model
 from tests.ml.test_train_parity import ITEMS, LENGTHS, WIDTHS, close, gradient, metric, run_ranks, scenario
@@ -109,6 +112,27 @@ def test_gradients_are_off_by_what_four_bits_less_than_bf16_cost_and_the_mismatc
 def test_the_loss_falls(results):
     losses = metric(results[1]["fast"], "loss")
     assert losses[-1] < losses[1] < losses[0]
+
+
+def test_an_input_that_several_linears_read_is_quantised_once_and_changes_no_bit(source, monkeypatch):
+    quantise, made = kernels.scaled_mm.fp8_quantize_both, []
+    monkeypatch.setattr(kernels.scaled_mm, "fp8_quantize_both", lambda x: made.append(x.shape) or quantise(x))
+
+    def passes() -> list[torch.Tensor]:
+        made.clear()
+        model = load_model(source, precision="mxfp4", compute="fp8", trainable=True)
+        h_ND = model(torch.arange(20), torch.arange(20), PackedCausal([0, 20]))
+        h_ND.backward(torch.linspace(-1, 1, h_ND.numel()).view_as(h_ND).to(h_ND.dtype))
+        return [h_ND.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    shared = passes()
+    # Of each of two layers: attention's input and output, the gate's input and output, less the linear in bf16.
+    assert len(made) == 2 * 4 - 1
+    monkeypatch.setattr(Linear, "shared_input", lambda *_: None)
+    alone = passes()
+    assert len(made) == 2 * 7 - 1
+    assert len(alone) == len(shared) > 20
+    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
 
 
 @pytest.mark.parametrize(
