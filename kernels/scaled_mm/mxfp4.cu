@@ -12,8 +12,8 @@
 // Invariant: K is summed in ascending steps of 16 in one fp32 sum, as in dense.py.
 //
 // Compile-time parameters: GROUPS; ROWS of x a block, a multiple of 16; TILES of 64 columns a slot of the ring (1, 2 or
-// 4); SLOTS; SETS, 2 or 4; and the text of an instruction with ROWS / 2 sums: SUMS, its constraints, and OPERANDS, their
-// names.
+// 4); SLOTS; SETS, 2 or 4; and the text of an instruction with ROWS / 2 sums: SUMS, its constraints, and OPERANDS,
+// their names.
 // Letters: N rows of the weight, M rows of x, K columns of both.
 
 typedef unsigned int u32;
@@ -102,6 +102,13 @@ __device__ __forceinline__ void decode(u32 word, u32 scales, u32* operand) {
       "mul.bf16x2 %0, x0, upper;\nmul.bf16x2 %1, x1, lower;\nmul.bf16x2 %2, x2, upper;\nmul.bf16x2 %3, x3, lower;\n}"
       : "=r"(operand[0]), "=r"(operand[1]), "=r"(operand[2]), "=r"(operand[3])
       : "r"(word), "r"(scales));
+}
+
+// True in one lane of a warp. From this instruction the compiler knows that it is one, and needs no loop over lanes.
+__device__ __forceinline__ bool elected() {
+  u32 result;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(result));
+  return result;
 }
 
 #define TEXT(x) #x
@@ -299,14 +306,14 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
       init(memory + EMPTY_AT + slot * 8, 4 * GROUPS);  // a lane of each warp
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
   // The shuffle tells the compiler that a warp takes one way; else it makes products wait for each other.
-  u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x == 128 * GROUPS)
+    if (warp == 4 * GROUPS && elected())
       fetch(&x_map, words, exponents, memory, first_m, row_tile, (outputs + 63) / 64, column_tiles);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 1 ? 232 : 240));
