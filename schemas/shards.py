@@ -79,7 +79,7 @@ def encode_parts(
     return [memoryview(struct.pack("<Q", padded) + text.ljust(padded)), *chunks]
 
 
-def decode_header(head: bytes, where: str) -> dict[str, TensorSpec]:
+def decode_header(head: bytes | memoryview, where: str) -> dict[str, TensorSpec]:
     """Specs of all tensors from an object's first bytes (the header must be whole)."""
     if len(head) < 8:
         raise FormatError(where, expected="a safetensors shard", found=f"{len(head)} bytes")
@@ -87,7 +87,7 @@ def decode_header(head: bytes, where: str) -> dict[str, TensorSpec]:
     if length > 100_000_000 or len(head) < 8 + length:
         raise FormatError(where, expected=f"a header of {length} bytes", found=f"{len(head) - 8} bytes")
     try:
-        header = json.loads(head[8 : 8 + length])
+        header = json.loads(bytes(head[8 : 8 + length]))
         specs = {}
         for name, entry in header.items():
             if name != "__metadata__":
@@ -101,18 +101,18 @@ def decode_header(head: bytes, where: str) -> dict[str, TensorSpec]:
     return specs
 
 
-def decode_metadata(head: bytes, where: str) -> dict[str, str]:
+def decode_metadata(head: bytes | memoryview, where: str) -> dict[str, str]:
     """The header's metadata, empty when it has none; checks as decode_header."""
     decode_header(head, where)
     (length,) = struct.unpack_from("<Q", head)
-    metadata = json.loads(head[8 : 8 + length]).get("__metadata__", {})
+    metadata = json.loads(bytes(head[8 : 8 + length])).get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError(f"{where}, header", expected="metadata of text values", found=repr(metadata)[:200])
     return metadata
 
 
-def decode(data: bytes, where: str) -> dict[str, np.ndarray]:
-    """All tensors of a whole shard, as read-only views in their carrier types."""
+def decode(data: bytes | memoryview, where: str) -> dict[str, np.ndarray]:
+    """All tensors of a whole shard, as views in their carrier types; read-only where `data` is."""
     out = {}
     for name, spec in decode_header(data, where).items():
         if spec.start + spec.length > len(data):

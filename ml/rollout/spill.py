@@ -270,11 +270,13 @@ def encode_kv(kv: SpilledKv, layout: KvLayout, trajectory_id: str, token_ids: Se
     return shards.encode_parts(tensors, identity | crcs)
 
 
-def decode_kv(data: bytes, where: str, layout: KvLayout, trajectory_id: str, token_ids: Sequence[int]) -> SpilledKv:
+def decode_kv(
+    data: bytes | memoryview, where: str, layout: KvLayout, trajectory_id: str, token_ids: Sequence[int]
+) -> SpilledKv:
     """KV of the positions that the spill and the sequence share: min(kept, len(token_ids) - 1) of them.
 
-    token_ids: prompt and logged response. Raises FormatError for damaged bytes; ContractError for KV of another
-    trajectory, student, number of ranks, dtype, layout or other tokens.
+    data: where it may be written, the KV are views of it. token_ids: prompt and logged response. Raises FormatError for
+    damaged bytes; ContractError for KV of another trajectory, student, number of ranks, dtype, layout or other tokens.
     """
     specs = shards.decode_header(data, where)
     metadata = shards.decode_metadata(data, where)
@@ -319,5 +321,5 @@ def _to_numpy(x: torch.Tensor) -> np.ndarray:
 
 
 def _to_torch(array: np.ndarray) -> torch.Tensor:
-    x = torch.from_numpy(array.copy())
+    x = torch.from_numpy(array if array.flags.writeable else array.copy())
     return x.view(torch.bfloat16) if x.dtype == torch.uint16 else x

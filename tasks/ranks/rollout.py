@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from infra import leases
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore, open_store, read_parts
+from infra.threads import at_once
 from ml.device import observed, rank_device
 from ml.model import Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
@@ -50,6 +51,8 @@ from tasks.wal import local_log, stored_segments
 _REPORT_SECONDS = 0.25
 #: How the finish record of a trajectory that was given up begins; the rest says why.
 _ERROR = "error: "
+#: Spills that are read at once.
+_SPILLS_AT_ONCE = 8
 #: From the last seal to the end of the process: the lease is released, Python ends.
 _EXIT_SECONDS = 1.0
 
@@ -302,35 +305,43 @@ class Partition:
 
     def _resume(self, base: Recovered | None, given_up: set[str]) -> dict[str, Resumed]:
         """What goes on from the log; the base's own counts are brought up to date."""
-        prompts = {r["trajectory_id"]: r["prompt_ids"] for r in self.requests}
-        resumed = {}
-        for t in base.trajectories if base else ():
-            if t.finish_reason is None and t.trajectory_id not in given_up:
-                r = resumed[t.trajectory_id] = Resumed(t, self._spilled_kv(t, prompts[t.trajectory_id]))
-                t.admit = replace(
-                    t.admit,
-                    num_preemptions=t.admit.num_preemptions + (r.kv is not None or r.rebuilds),
-                    num_kv_restores=t.admit.num_kv_restores + (r.kv is not None),
-                    num_prefill_rebuilds=t.admit.num_prefill_rebuilds + r.rebuilds,
-                )
+        unfinished = [
+            t for t in (base.trajectories if base else ())
+            if t.finish_reason is None and t.trajectory_id not in given_up
+        ]  # fmt: skip
+        kv = self._spilled_kv([t for t in unfinished if t.spill is not None])
+        resumed = {t.trajectory_id: Resumed(t, kv.get(t.trajectory_id)) for t in unfinished}
+        for r in resumed.values():
+            admit, restored = r.logged.admit, r.kv is not None
+            r.logged.admit = replace(
+                admit,
+                num_preemptions=admit.num_preemptions + (restored or r.rebuilds),
+                num_kv_restores=admit.num_kv_restores + restored,
+                num_prefill_rebuilds=admit.num_prefill_rebuilds + r.rebuilds,
+            )
         return resumed
 
-    def _spilled_kv(self, t: LoggedTrajectory, prompt_ids: list[int]) -> SpilledKv | None:
-        if t.spill is None:
-            return None
-        try:
-            if self.store.head(t.spill.key) is None:
-                raise FormatError(t.spill.key, expected="spilled KV", found="no such object")
-            data = self.store.get(t.spill.key)
-            if keys.digest_bytes(data) != t.spill.digest.hex():
-                raise FormatError(t.spill.key, expected=f"SHA-256 {t.spill.digest.hex()}", found="other bytes")
-            layout = KvLayout.of(self.worker.model, self.work["student"]["digest"])
-            kv = decode_kv(data, t.spill.key, layout, t.trajectory_id, [*prompt_ids, *t.ids.tolist()])
-        except (FormatError, ContractError) as error:
-            # Not an error of the run: the log has the tokens, so the KV is computed again, and counted as rebuilt.
-            self.worker.say("kv_refused", partition=self.index, trajectory_id=t.trajectory_id, text=str(error))
-            return None
-        return kv if kv.positions else None
+    def _spilled_kv(self, spilled: list[LoggedTrajectory]) -> dict[str, SpilledKv]:
+        """KV that can be used, by trajectory_id."""
+        if not spilled:
+            return {}
+        layout = KvLayout.of(self.worker.model, self.work["student"]["digest"])
+        prompts = {r["trajectory_id"]: r["prompt_ids"] for r in self.requests}
+
+        def read(t: LoggedTrajectory) -> SpilledKv | FormatError | ContractError:
+            try:
+                return _read_spill(self.store, t, layout, [*prompts[t.trajectory_id], *t.ids.tolist()])
+            except (FormatError, ContractError) as error:
+                return error
+
+        found = {}
+        for t, kv in zip(spilled, at_once(read, spilled, _SPILLS_AT_ONCE), strict=True):
+            if not isinstance(kv, SpilledKv):
+                # Not an error of the run: the log has the tokens, so the KV is computed again, and counted as rebuilt.
+                self.worker.say("kv_refused", partition=self.index, trajectory_id=t.trajectory_id, text=str(kv))
+            elif kv.positions:
+                found[t.trajectory_id] = kv
+        return found
 
     def _open_log(self, base: Recovered | None) -> TokenLog:
         def upload(segment: int, data: bytes) -> None:
@@ -394,7 +405,7 @@ class Partition:
         def write(name: str, parts: list[memoryview]) -> bool:
             try:
                 return _put_in_time(self.store, key(name), parts, deadline)
-            except StoreError as error:  # the log has the tokens, and the store may take less: S3 has a largest object
+            except StoreError as error:  # the log has the tokens, and the store may have no room
                 refused[name] = error
                 return False
 
@@ -432,6 +443,19 @@ class Partition:
             )  # fmt: skip
             self.worker.say("progress", partition=self.index, done=len(responses), total=len(self.requests),
                             unit="trajectories")  # fmt: skip
+
+
+def _read_spill(store: ObjectStore, t: LoggedTrajectory, layout: KvLayout, token_ids: list[int]) -> SpilledKv:
+    """KV of the trajectory's spill record. Raises FormatError or ContractError for what must not be used."""
+    assert t.spill is not None
+    key, info = t.spill.key, store.head(t.spill.key)
+    if info is None or info.size_bytes != t.spill.size_bytes:
+        raise FormatError(key, expected=f"spilled KV of {t.spill.size_bytes} bytes",
+                          found="no such object" if info is None else f"{info.size_bytes} bytes")  # fmt: skip
+    data = read_parts(store, key, t.spill.size_bytes)
+    if keys.digest_bytes(data) != t.spill.digest.hex():
+        raise FormatError(key, expected=f"SHA-256 {t.spill.digest.hex()}", found="other bytes")
+    return decode_kv(data, key, layout, t.trajectory_id, token_ids)
 
 
 def _logged_responses(log: Recovered | None) -> dict[str, Response]:

@@ -70,7 +70,7 @@ def test_an_upload_that_hangs_is_given_up(site, reference):
 
 
 def test_a_spill_that_the_store_refuses_costs_no_other(site, reference):
-    """S3 takes objects of 5 GB at most, and KV of a long context may be more."""
+    """A store may have no room for KV of a long context, and some for that of another."""
     worker = site.start(refuse_spills=2)
     preempt(worker)
     refused = worker.said("kv_refused")

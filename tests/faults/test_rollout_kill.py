@@ -152,7 +152,7 @@ def test_preempted_worker_spills_and_its_heir_restores(site, reference):
     assert sum(r["num_prefill_rebuilds"] for r in rows) == 0
 
 
-def test_spilled_kv_that_is_damaged_or_gone_is_computed_again(site, reference):
+def test_spilled_kv_that_is_damaged_cut_or_gone_is_computed_again(site, reference):
     first = site.start()
     first.until_sampling(40)
     first.send(signal.SIGTERM)
@@ -163,13 +163,14 @@ def test_spilled_kv_that_is_damaged_or_gone_is_computed_again(site, reference):
     data[-1] ^= 1
     site.store.put(spills[0], bytes(data))
     site.store.delete(spills[1])
+    site.store.put(spills[2], site.store.get(spills[2])[:-1])
     second = site.start()
     assert second.status() == 0, second.output()
-    assert len(second.said("kv_refused")) == 2
+    assert len(second.said("kv_refused")) == 3
     (resumed,) = second.said("resumed")
-    assert (resumed["kv_restored"], resumed["prefill_rebuilt"]) == (len(spills) - 2, 2)
+    assert (resumed["kv_restored"], resumed["prefill_rebuilt"]) == (len(spills) - 3, 3)
     rows = assert_same(site, reference)
-    assert sum(r["num_prefill_rebuilds"] for r in rows) == 2
+    assert sum(r["num_prefill_rebuilds"] for r in rows) == 3
 
 
 def test_kv_restored_then_killed_is_restored_again(site, reference):

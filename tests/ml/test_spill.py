@@ -338,6 +338,19 @@ def test_keys_and_values_are_not_copied():
     assert addresses[-2:] == [one.k_MLGC.data_ptr(), one.v_MLGC.data_ptr()]
 
 
+def test_what_may_be_written_is_not_copied_when_read():
+    data = bytearray(encoded(kv(), layout(), "t1", TOKENS))
+    back = decode_kv(memoryview(data), "x.kv", layout(), "t1", TOKENS)
+    assert same(back.k_MLGC, kv().k_MLGC)
+    start = np.frombuffer(data, np.uint8).ctypes.data
+    for tensor in (back.k_MLGC, back.v_MLGC):
+        assert start < tensor.data_ptr() < start + len(data)
+    kept = decode_kv(bytes(data), "x.kv", layout(), "t1", TOKENS)
+    data[:] = bytes(len(data))
+    assert same(kept.v_MLGC, kv().v_MLGC)
+    assert not back.v_MLGC.any()
+
+
 def test_a_rate_that_latency_hides_shows_as_writes_grow():
     """4 positions in a latency of 1 s look like 40 bytes/s; each larger write teaches a better rate."""
     store = Uploads(bytes_per_s=10_000.0, latency=1.0)
