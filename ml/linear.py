@@ -94,9 +94,9 @@ class Linear(nn.Module):
     one; without, it is row-invariant.
 
     fp8 (of an MXFP4 master in bf16 compute): with gradients enabled, forward and backward multiply in FP8 where FP8
-    holds all of W's values, and in bf16 where it does not. `fp8_exact` says which: None until a forward has seen the
-    weight, and again from when the owner sets it to None, as it must after every update. It is kept because reading it
-    waits for the device, and so that a forward that is recomputed in backward goes the same way.
+    holds all of W's values, and in bf16 where it does not. `fp8_exact` says which; None: the next forward finds out.
+    Who changes the weight sets it anew (`look_at_weights`). It is kept because reading it waits for the device, and so
+    that a forward that is recomputed in backward goes the same way.
     """
 
     def __init__(
@@ -185,6 +185,21 @@ class Linear(nn.Module):
         if self.fp8_exact is None:
             self.fp8_exact = bool(exact.all())
         return (codes, scales) if self.fp8_exact else None
+
+
+def look_at_weights(linears: Sequence[Linear], *, whole: bool) -> None:
+    """Set `fp8_exact` of linears whose weights have changed, with one wait for the device.
+
+    whole: whether the weights are there now; where they exist only while their module runs (ZeRO-3), its next forward
+    looks, and waits by itself.
+    """
+    for linear in linears:
+        linear.fp8_exact = None
+    asked = [linear for linear in linears if linear.fp8 and whole]
+    if asked:
+        exact = torch.stack([fp8_values(linear.weight)[2].all() for linear in asked])
+        for linear, holds in zip(asked, exact.tolist(), strict=True):
+            linear.fp8_exact = holds
 
 
 def _with_biases(columns_NO: Sequence[torch.Tensor], linears: Sequence[Linear]) -> list[torch.Tensor]:

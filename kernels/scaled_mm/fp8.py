@@ -47,7 +47,8 @@ def library_fp8_mm(
         w_scales = _columns_first(w_scales)
     else:
         # Given as [K / 128, N / 128] with K running fastest, in fours.
-        w_scales = F.pad(w_scales, (0, -w_scales.shape[1] % 4)).contiguous().t()
+        missing = -w_scales.shape[1] % 4
+        w_scales = (F.pad(w_scales, (0, missing)) if missing else w_scales.contiguous()).t()
     return scaled_mm(
         x_codes,
         w_codes.t(),

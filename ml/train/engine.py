@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ml.device import traits
-from ml.linear import Linear
+from ml.linear import Linear, look_at_weights
 from ml.train.loss import Student
 from schemas.errors import ContractError
 
@@ -77,8 +77,8 @@ class TrainEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = self._settings.learning_rate * share
         self._engine.step()
-        for _, linear in self._linears():
-            linear.fp8_exact = None
+        # Here, beside the update, since the norm is waited for anyway.
+        look_at_weights([linear for _, linear in self._linears()], whole=self._settings.zero_stage == 1)
         norm = float(self._engine.get_global_grad_norm() or 0.0)
         if not self._engine.was_step_applied() or not norm < float("inf"):
             raise ContractError(

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize
 from kernels.scaled_mm import row_invariant_mm
 from kernels.scaled_mm.fixed_rows import ROWS
-from ml.linear import Linear, join, weight_values
+from ml.linear import Linear, join, look_at_weights, weight_values
 from tests.ml.test_mxfp4_loop import oracle_values
 
 ROW_COUNTS = [*range(1, 36), 47, 63, 64, 65, 96, 100, 127, 199, 200]
@@ -280,7 +280,8 @@ def passes(linear: Linear, x_NI: torch.Tensor, upstream_NO: torch.Tensor) -> lis
     return [out.detach(), x_NI.grad, *(p.grad for p in linear.parameters())]
 
 
-def test_a_weight_that_fp8_would_round_stays_in_bf16_until_its_verdict_is_asked_for_again():
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_weight_that_fp8_would_round_stays_in_bf16_until_it_is_looked_at_again(whole):
     linear, plain = fp8_linear_of(160, 144), fp8_linear_of(160, 144, fp8=False)
     x_NI, upstream_NO = torch.randn(21, 160).bfloat16(), torch.randn(21, 144).bfloat16()
 
@@ -292,13 +293,15 @@ def test_a_weight_that_fp8_would_round_stays_in_bf16_until_its_verdict_is_asked_
     assert linear.fp8_exact is True
     for one in (linear, plain):
         spoilt(one)
-    linear.fp8_exact = None
+    look_at_weights([linear, plain], whole=whole)
+    assert linear.fp8_exact is (False if whole else None)
     assert same() == [True] * 4
     assert linear.fp8_exact is False
     linear.weight.data.normal_()
-    linear.fp8_exact = None
+    look_at_weights([linear, plain], whole=whole)
     passes(linear, x_NI, upstream_NO)
     assert linear.fp8_exact is True
+    assert plain.fp8_exact is None
 
 
 def test_without_gradients_an_fp8_linear_is_the_samplers():
