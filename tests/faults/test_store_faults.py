@@ -290,6 +290,23 @@ def test_unfinished_writes_of_another_root_are_not_seen(direct: ObjectStore):
         client.abort_multipart_upload(Bucket=s3_server.BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
 
 
+def test_more_unfinished_writes_than_a_page_are_all_seen(direct: ObjectStore):
+    """Two of one key at the page's end, and parts of another."""
+    client, prefix = boto3.client("s3"), direct.root.removeprefix(f"s3://{s3_server.BUCKET}/")
+    names = sorted([f"k{number:04}" for number in range(1003)] + ["k0999"])
+    for name in names:
+        upload = client.create_multipart_upload(Bucket=s3_server.BUCKET, Key=f"{prefix}/{name}")
+    for number in (1, 2):
+        client.upload_part(
+            Bucket=s3_server.BUCKET, Key=upload["Key"], UploadId=upload["UploadId"], PartNumber=number, Body=b"abc"
+        )
+    found = direct.unfinished_writes(0.0)
+    assert [write.name[0] for write in found] == names
+    assert [write.size_bytes for write in found] == [0] * 1003 + [6]
+    at_once(direct.discard, found, 8)
+    assert direct.unfinished_writes(0.0) == []
+
+
 @pytest.mark.usefixtures("small_parts")
 def test_lost_answers_of_a_large_put_cost_neither_the_object_nor_a_part(
     lossy: ObjectStore, direct: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
