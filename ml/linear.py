@@ -41,19 +41,20 @@ COMPUTE_DTYPES: dict[Compute, torch.dtype] = {
 }  # fmt: skip
 
 
-def weight_values(w: torch.Tensor, precision: Precision) -> torch.Tensor:
-    """The numbers that a weight stands for on a value grid, in w's own dtype and shape.
+def weight_values(w: torch.Tensor, precision: Precision, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The numbers that a weight stands for on a value grid, in w's shape and in dtype, w's own unless given.
 
     "fp32": w itself. "bf16": each element rounded to the nearest bf16, ties to even. "mxfp4": w's MXFP4 code, for a
     matrix whose columns are a multiple of 32; quantise the fp32 master, since rounding to bf16 first can
     give other codes. The gradient of both passes straight through to w.
     """
-    if precision == "fp32":
-        return w
+    dtype = dtype or w.dtype
+    if precision == "fp32" or (precision == "bf16" and w.dtype == torch.bfloat16):
+        return w.to(dtype)
     if precision == "bf16":
-        return w if w.dtype == torch.bfloat16 else _RoundToBf16.apply(w)
+        return _RoundToBf16.apply(w, dtype)
     if precision == "mxfp4":
-        return _RoundToMxfp4.apply(w)
+        return _RoundToMxfp4.apply(w, dtype)
     raise ValueError(f"precision {precision!r}")
 
 
@@ -67,21 +68,25 @@ def fp8_values(w_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
     def backward(ctx, grad):
-        return grad
+        return grad.to(ctx.dtype), None
 
 
 class _RoundToBf16(_StraightThrough):
     # A cast there and back would also round the gradient to bf16.
     @staticmethod
-    def forward(ctx, w):
-        return w.to(torch.bfloat16).to(w.dtype)
+    def forward(w, dtype):
+        return w.to(torch.bfloat16).to(dtype)
 
 
 class _RoundToMxfp4(_StraightThrough):
     @staticmethod
-    def forward(ctx, w):
-        return mxfp4_round(w)
+    def forward(w, dtype):
+        return mxfp4_round(w, dtype)
 
 
 class Linear(nn.Module):
@@ -162,7 +167,7 @@ class Linear(nn.Module):
     def _product(self, x_NI: torch.Tensor, x_fp8: Fp8Input | None = None) -> torch.Tensor:
         bias_O = None
         if self.bias is not None:
-            bias_O = weight_values(self.bias, dense_precision(self.precision)).to(self.compute)
+            bias_O = weight_values(self.bias, dense_precision(self.precision), self.compute)
         if self.packed is not None:
             out_NO = mxfp4_mm(x_NI, self.packed)
             return out_NO if bias_O is None else out_NO.add_(bias_O)
@@ -171,7 +176,7 @@ class Linear(nn.Module):
             if codes is not None:
                 out_NO = fp8_linear(x_NI, self.weight, codes, x_fp8)
                 return out_NO if bias_O is None else out_NO + bias_O
-        w_OI = weight_values(self.weight, self.precision).to(self.compute)
+        w_OI = weight_values(self.weight, self.precision, self.compute)
         if not torch.is_grad_enabled():
             return row_invariant_mm(x_NI, w_OI, bias_O)
         out_NO = x_NI @ w_OI.t()

@@ -68,12 +68,12 @@ def recorded_weights(engine: TrainEngine) -> Iterator[dict[str, dict[str, torch.
         kind: {} for kind in ("with_gradient_first", "in_fp8_first", "without_gradient_last")
     }
 
-    def recording(w, precision):
-        values = original(w, precision)
+    def recording(w, precision, dtype=None):
+        values = original(w, precision, dtype)
         if id(w) in names and torch.is_grad_enabled():
-            kept["with_gradient_first"].setdefault(names[id(w)], values.detach().clone())
+            kept["with_gradient_first"].setdefault(names[id(w)], values.detach().float())
         elif id(w) in names:
-            kept["without_gradient_last"][names[id(w)]] = values.clone()
+            kept["without_gradient_last"][names[id(w)]] = values.float()
         return values
 
     def recording_fp8(w):

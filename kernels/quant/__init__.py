@@ -40,14 +40,17 @@ def mxfp4_dequantize(
     return _implementation(blocks, impl).mxfp4_dequantize(blocks.contiguous(), scales.contiguous(), dtype)
 
 
-def mxfp4_round(x_NK: torch.Tensor, *, impl: Implementation | None = None) -> torch.Tensor:
-    """mxfp4_dequantize(mxfp4_quantize(x_NK)) in x_NK's dtype: the values that a training forward on MXFP4 takes."""
+def mxfp4_round(
+    x_NK: torch.Tensor, dtype: torch.dtype | None = None, *, impl: Implementation | None = None
+) -> torch.Tensor:
+    """mxfp4_dequantize(mxfp4_quantize(x_NK)) in dtype, x_NK's unless given: the values that a training forward on
+    MXFP4 takes."""
     _check_matrix("x_NK", x_NK, (torch.float32, torch.bfloat16), columns=32)
     if impl is None and not x_NK.is_cuda:
         from kernels.quant import rounding
 
-        return rounding.mxfp4_round(x_NK)
-    return mxfp4_dequantize(*mxfp4_quantize(x_NK, impl=impl), x_NK.dtype, impl=impl)
+        return rounding.mxfp4_round(x_NK).to(dtype or x_NK.dtype)
+    return mxfp4_dequantize(*mxfp4_quantize(x_NK, impl=impl), dtype or x_NK.dtype, impl=impl)
 
 
 def mxfp4_to_fp8(

@@ -50,6 +50,22 @@ def test_values_keep_dtype_and_pass_the_gradient_through_unrounded():
     assert weight_values(w, "fp32") is w
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp4"])
+def test_values_asked_for_in_bf16_are_the_bits_of_a_cast_and_so_is_their_gradient(precision):
+    found_OI, wanted_OI = (torch.randn(7, 96, generator=torch.Generator().manual_seed(1)) * 1e-3 for _ in range(2))
+    grad_OI = torch.randn(7, 96).bfloat16()
+    found = weight_values(found_OI.requires_grad_(), precision, torch.bfloat16)
+    wanted = weight_values(wanted_OI.requires_grad_(), precision).to(torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted)
+    found.backward(grad_OI)
+    wanted.backward(grad_OI)
+    assert found_OI.grad is not None
+    assert wanted_OI.grad is not None
+    assert found_OI.grad.dtype == torch.float32
+    assert torch.equal(found_OI.grad, wanted_OI.grad)
+
+
 def test_unknown_precision_is_an_error():
     with pytest.raises(ValueError, match="fp3"):
         weight_values(torch.zeros(1), "fp3")  # pyright: ignore[reportArgumentType]
