@@ -8,7 +8,8 @@ Rows go in slabs of G tokens, a slab's logits in chunks of L <= G, its gradients
 Two sizes of rows because the products want different things: logits cost 8 bytes each and are satisfied with L rows,
 while dW is read and written whole once a slab, so a slab is long and holds only dz. The longest takes the batch, with
 most of dz in the memory that dW is then written to (see workspace.py); parts are there for that, and for FP8, whose
-turned operands are made as they are needed. Rows are padded to a multiple of 16, or 128 for FP8, with weight 0.
+turned operands are made as they are needed. dX is summed by parts however dz lies, so that its bits are the same; dW
+takes in one product what lies as one matrix. Rows are padded to a multiple of 16, or 128 for FP8, with weight 0.
 
 Legend: N packed tokens, G tokens of a slab, L tokens of a chunk, D student width, E teacher width, V vocabulary.
 """
@@ -87,19 +88,21 @@ def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
 
 
 def _gradients(dz, h_GD, head_DV, grad_h_GD, grad_w_VD, plan, accumulate, recurring):
-    """A slab's share of both gradients, part by part of the vocabulary. Overwrites grad_h_GD, and dz in dW's memory."""
-    columns, step = head_DV.shape[1], dz.late_PGS.shape[2]
-    parts = [slice(start, min(start + step, columns)) for start in range(0, columns, step)]
-    operands = [(dz.part(i)[:, : x.stop - x.start], head_DV[:, x].t()) for i, x in enumerate(parts)]
-    if plan.want_h and recurring:
-        for part_GV, head_VD in operands:
-            products.tune(part_GV, head_VD, grad_h_GD, accumulate=True)
-    for part, (part_GV, head_VD) in zip(parts, operands, strict=True):
-        if plan.want_h:
-            products.multiply(part_GV, head_VD, grad_h_GD, accumulate=part.start > 0)
-        if grad_w_VD is not None:
-            part_w_VD = grad_w_VD[part.start : min(part.stop, plan.vocab_size)]
-            _add(part_GV[:, : len(part_w_VD)].t(), h_GD, part_w_VD, accumulate, recurring)
+    """A slab's share of both gradients. Overwrites grad_h_GD, and then what of dz lies in dW's memory."""
+    columns, step = head_DV.shape[1], dz.early_PGS.shape[2]
+    if plan.want_h:
+        parts = [slice(start, min(start + step, columns)) for start in range(0, columns, step)]
+        operands = [(dz.part(i)[:, : x.stop - x.start], head_DV[:, x].t()) for i, x in enumerate(parts)]
+        if recurring:
+            for part_GV, head_VD in operands:
+                products.tune(part_GV, head_VD, grad_h_GD, accumulate=True)
+        for i, (part_GV, head_VD) in enumerate(operands):
+            products.multiply(part_GV, head_VD, grad_h_GD, accumulate=i > 0)
+    if grad_w_VD is not None:
+        left_VD = grad_w_VD[: plan.vocab_size]
+        for matrix_GV in dz.matrices():
+            part_VD, left_VD = left_VD[: matrix_GV.shape[1]], left_VD[matrix_GV.shape[1] :]
+            _add(matrix_GV[:, : len(part_VD)].t(), h_GD, part_VD, accumulate, recurring)
 
 
 def _fp8_gradients(space, dz_GV, h_GD, w_VD, grad_h_GD, grad_w_VD, plan, accumulate, recurring):
@@ -181,17 +184,17 @@ def _kl_pass(space, chunk, dz, plan):
     in_fp8 = isinstance(dz, Fp8)
     scales = dz.scales if in_fp8 else space.partial_L
     if in_fp8:
-        codes_PGV = dz.codes.view(torch.uint8).unsqueeze(0)
-        dz = Parts(codes_PGV[:0], codes_PGV)
-    early_PLS, late_PLS = dz.early_PGS[:, chunk], dz.late_PGS[:, chunk]
+        codes_GV = dz.codes.view(torch.uint8)
+        dz = Parts(codes_GV.new_empty(0, *codes_GV.shape), codes_GV)
+    dz = dz.rows(chunk)
     columns = space.student_LV.shape[1]
     slices = -(-columns // workspace.SLICE)
     space.arrived_L.zero_()
     _kl_slices[((chunk.stop - chunk.start) * slices,)](
         space.student_LV,
         space.teacher_LV,
-        early_PLS,
-        late_PLS,
+        dz.early_PGS,
+        dz.late_GV,
         scales[:, chunk] if in_fp8 else scales,
         space.weight_G[chunk],
         space.kl_L,
@@ -199,10 +202,10 @@ def _kl_pass(space, chunk, dz, plan):
         space.arrived_L,
         plan.vocab_size,
         columns,
-        len(early_PLS),
-        early_PLS.stride(0),
-        late_PLS.stride(0),
-        late_PLS.stride(1),
+        len(dz.early_PGS),
+        dz.early_PGS.stride(0),
+        dz.early_PGS.shape[2],
+        dz.late_GV.stride(0),
         scales.stride(0),
         1.0 / plan.temperature,
         slices,
@@ -249,25 +252,25 @@ def _add_three(a0, a1, a2, b0, b1, b2):
 
 
 @triton.jit
-def _store_slopes(slopes, early, late, row, first, columns, early_parts, early_pitch, late_pitch, S):
+def _store_slopes(slopes, early, late, row, first, columns, early_parts, early_pitch, S, late_pitch):
     """Store a slice of a row of dz, columns first.., into the part or the two parts that it belongs to."""
     column = first + tl.arange(0, slopes.shape[0])
     inside = column < columns
     part = first // S
     edge = (part + 1) * S
-    place = _row_of_part(part, early, late, row, early_parts, early_pitch, late_pitch, S)
+    place = _row_of_part(part, early, late, row, early_parts, early_pitch, S, late_pitch)
     tl.store(place + column, slopes, mask=inside & (column < edge))
     if edge < tl.minimum(first + slopes.shape[0], columns):
-        place = _row_of_part(part + 1, early, late, row, early_parts, early_pitch, late_pitch, S)
+        place = _row_of_part(part + 1, early, late, row, early_parts, early_pitch, S, late_pitch)
         tl.store(place + column, slopes, mask=inside & (column >= edge))
 
 
 @triton.jit
-def _row_of_part(part, early, late, row, early_parts, early_pitch, late_pitch, S):
+def _row_of_part(part, early, late, row, early_parts, early_pitch, S, late_pitch):
     """Where column 0 of the row would lie if the part began with it."""
-    from_early = early + part.to(tl.int64) * early_pitch
-    from_late = late + (part - early_parts).to(tl.int64) * late_pitch
-    return tl.where(part < early_parts, from_early, from_late) + (row - part) * S
+    from_early = early + part.to(tl.int64) * early_pitch + (row - part) * S
+    from_late = late + row * late_pitch - early_parts * S
+    return tl.where(part < early_parts, from_early, from_late)
 
 
 @triton.jit
@@ -285,8 +288,8 @@ def _kl_slices(
     columns,
     early_parts,
     early_pitch,
-    late_pitch,
     S,
+    late_pitch,
     stride_scales,
     inverse_temperature,
     slices,
@@ -313,7 +316,7 @@ def _kl_slices(
     if factor == 0.0:
         if GRADIENT:
             nothing = tl.zeros([BLOCK], late.dtype.element_ty)
-            _store_slopes(nothing, early, late, row, first, columns, early_parts, early_pitch, late_pitch, S)
+            _store_slopes(nothing, early, late, row, first, columns, early_parts, early_pitch, S, late_pitch)
             if FP8:
                 block = slice_index * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
                 zero = tl.zeros([BLOCK // 128], tl.int32)
@@ -380,10 +383,10 @@ def _kl_slices(
                 bits = top_bits(blocks, 1)
                 byte = scale_byte(bits, E4M3_EXPONENT, E4M3_CARRY)
                 codes = tl.reshape(e4m3(blocks, byte[:, None]), [BLOCK])
-                _store_slopes(codes, early, late, row, first, columns, early_parts, early_pitch, late_pitch, S)
+                _store_slopes(codes, early, late, row, first, columns, early_parts, early_pitch, S, late_pitch)
                 block = slice_index * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
                 place = dz_scales + block.to(tl.int64) * stride_scales + row
                 tl.store(place, fp8_scale(bits, byte), mask=block < columns // 128)
             else:
                 slopes = slope.to(late.dtype.element_ty)
-                _store_slopes(slopes, early, late, row, first, columns, early_parts, early_pitch, late_pitch, S)
+                _store_slopes(slopes, early, late, row, first, columns, early_parts, early_pitch, S, late_pitch)

@@ -9,6 +9,7 @@ hold them (in FP8 also the heads' codes), or in exact mode half of them and dz:
 
 dW is then written part by part, each over a part of dz that has been used already. Where the student's logits take two
 places, dz moves on by two, and so on. A slab has up to 2 D rows then, so that a part of dz fits into a part of dW.
+Parts in the workspace lie side by side, as one matrix: all of dz where there are several slabs, and in FP8.
 
 Legend: N packed tokens, G tokens of a slab, L tokens of a chunk, D student width, E teacher width, V vocabulary,
 P parts of the vocabulary, S columns of a part.
@@ -55,7 +56,7 @@ class Sizes:
     """How a call is cut.
 
     row_step: what rows of a slab are padded to. chunk_rows, slab_rows: at most so many. columns: of logits and dz.
-    part_columns: of a part of dz, which is one matrix in FP8. late_parts: parts of dz that lie in the workspace.
+    part_columns: of a part of dz, all of them in FP8. late_parts: parts of dz that lie in the workspace.
     one_slab: it takes the batch, and dW's memory holds logits and the other parts of dz.
     """
 
@@ -98,17 +99,21 @@ class Room:
 
 @dataclass(frozen=True)
 class Parts:
-    """dz of a slab in exact mode, in parts [G, S] of the vocabulary: early_PGS come first, then late_PGS."""
+    """dz of a slab in parts [G, S] of the vocabulary: first those of early_PGS, then those of late_GV side by side."""
 
     early_PGS: torch.Tensor
-    late_PGS: torch.Tensor
+    late_GV: torch.Tensor
 
     def part(self, index: int) -> torch.Tensor:
-        early = len(self.early_PGS)
-        return self.early_PGS[index] if index < early else self.late_PGS[index - early]
+        early, _, columns = self.early_PGS.shape
+        return self.early_PGS[index] if index < early else self.late_GV[:, (index - early) * columns :][:, :columns]
+
+    def matrices(self) -> tuple[torch.Tensor, ...]:
+        """The fewest matrices that are dz side by side."""
+        return *self.early_PGS, self.late_GV
 
     def rows(self, rows: slice) -> Parts:
-        return Parts(self.early_PGS[:, rows], self.late_PGS[:, rows])
+        return Parts(self.early_PGS[:, rows], self.late_GV[rows])
 
 
 def early_parts(grad_w_VD: torch.Tensor, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
@@ -145,7 +150,7 @@ class Workspace:
         L, G, columns = sizes.chunk_rows, sizes.slab_rows, sizes.columns
         f32, D, E = torch.float32, h_ND.shape[1], t_NE.shape[1]
         of_slab = {
-            "dz": (sizes.late_parts * G, sizes.part_columns, dtype),
+            "dz": (G, sizes.late_parts * sizes.part_columns, dtype),
             "weight_G": (1, G, f32),
             "t_LE": (L, E, t_NE.dtype),
             "kl_L": (1, L, f32),
@@ -167,7 +172,7 @@ class Workspace:
             }
         views = {}
         if room is not None:
-            for name in of_logits if plan.fp8_gradients else ("student_LV",):
+            for name in tuple(of_logits) if plan.fp8_gradients else ("student_LV",):
                 views[name] = room.take(*of_logits.pop(name))
         # Logits are done with when a slab's gradients begin, so both lie in one place.
         offsets, slab_end = _place(of_slab, 0)
@@ -186,17 +191,17 @@ class Workspace:
             r, c, element = shapes[name]
             whole = buffer[offset : offset + r * c * element.itemsize].view(element).view(r, c)
             views[name] = whole[0] if name in _VECTORS else whole
-        late_PGS = views.pop("dz").view(sizes.late_parts, G, sizes.part_columns)
+        late_GV = views.pop("dz")
         in_room = room is not None and not plan.fp8_gradients
-        dz = Parts(early_parts(grad_w_VD, sizes, dtype) if in_room else late_PGS[:0], late_PGS)
-        return Workspace(dz=dz, **views)
+        early_PGS = early_parts(grad_w_VD, sizes, dtype) if in_room else late_GV.new_empty(0, G, sizes.part_columns)
+        return Workspace(dz=Parts(early_PGS, late_GV), **views)
 
     def gradient(self, rows: int) -> Parts | Fp8:
         """dz of the slab's first rows."""
         dz = self.dz.rows(slice(rows))
         if self.dz_scales is None:
             return dz
-        codes_GV = dz.part(0)
+        codes_GV = dz.late_GV
         return Fp8(codes_GV, _first(self.dz_scales, codes_GV.shape[1] // fp8.BLOCK, rows))
 
     def turned_gradient(self, columns: int, rows: int) -> Fp8:

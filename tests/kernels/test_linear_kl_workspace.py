@@ -7,16 +7,16 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kernels.linear_kl import Plan, workspace
-from kernels.linear_kl.workspace import Room, Sizes
+from kernels.linear_kl import Plan, Precision, products, workspace
+from kernels.linear_kl.workspace import Room, Sizes, Workspace
 from tests.kernels.test_linear_kl import Case, error, random_case, run
 
 GPU = pytest.mark.gpu
 BF16 = torch.bfloat16
 
 
-def plan(V, chunk_bytes, want_w=True):
-    return Plan("reverse", 1.0, V, chunk_bytes, want_h=True, want_w=want_w)
+def plan(V, chunk_bytes, want_w=True, precision: Precision = "exact"):
+    return Plan("reverse", 1.0, V, chunk_bytes, want_h=True, want_w=want_w, precision=precision)
 
 
 def span(tensor):
@@ -62,6 +62,62 @@ def test_a_written_part_of_the_head_gradient_never_touches_unread_logit_gradient
     for part in range(sizes.parts):
         written = span(grad_w[part * sizes.part_columns :][: sizes.part_columns])
         assert all(apart(written, other) for other in unread[part:])
+
+
+@pytest.mark.parametrize(
+    ("precision", "chunk_bytes", "in_room"),
+    [
+        ("exact", 1 << 18, []),
+        ("exact", 1_000_000, ["student_LV"]),
+        ("fp8_gradients", 1 << 18, []),
+        ("fp8_gradients", 460_000, ["student_LV", "teacher_LV"]),
+        ("fp8", 460_000, ["student_LV", "teacher_LV"]),
+    ],
+)
+@pytest.mark.parametrize("V", [1031, 1152])
+def test_everything_lies_apart_and_where_it_belongs(V, precision, chunk_bytes, in_room, monkeypatch):
+    monkeypatch.setattr(workspace, "SLICE", 150)
+    monkeypatch.setattr(workspace, "buffers", {})
+    monkeypatch.setattr(products, "stream", lambda device: 0)
+    N, D, E, want = 300, 256, 64, plan(V, chunk_bytes, precision=precision)
+    h, t = torch.empty(N, D, dtype=BF16), torch.empty(N, E, dtype=BF16)
+    sizes = Sizes.of(N, D, E, 2, want)
+    assert sizes.one_slab == bool(in_room)
+    early_parts = sizes.parts - 2 if in_room == ["student_LV"] else 0
+    grad_w = torch.empty(max(V, sizes.head_rows(want)), D)
+    room = Room(grad_w) if sizes.one_slab else None
+    codes = []
+    if room and precision == "fp8":  # the heads go first
+        codes = [room.take(sizes.columns, width, torch.float8_e4m3fn) for width in (D, E)]
+    space = Workspace.of(h, t, sizes, want, grad_w, room)
+    (buffer,) = workspace.buffers.values()
+
+    views = {name: view for name, view in vars(space).items() if isinstance(view, torch.Tensor)}
+    views |= {f"early {i}": view for i, view in enumerate(space.dz.early_PGS)} | {"late": space.dz.late_GV}
+    views |= {f"head {i}": view for i, view in enumerate(codes)}
+    assert views["student_LV"].shape == views["teacher_LV"].shape == (sizes.chunk_rows, sizes.columns)
+    assert (len(space.dz.early_PGS), sizes.late_parts) == (early_parts, sizes.parts - early_parts)
+    assert [matrix.shape[1] for matrix in space.dz.matrices()] == [sizes.part_columns] * early_parts + [
+        sizes.late_parts * sizes.part_columns
+    ]
+    assert all(space.dz.part(i).shape == (sizes.slab_rows, sizes.part_columns) for i in range(sizes.parts))
+    for i in range(sizes.parts):
+        space.dz.part(i).view(torch.uint8).fill_(i)
+    for i in range(sizes.late_parts):
+        columns = slice(i * sizes.part_columns, (i + 1) * sizes.part_columns)
+        assert bool((space.dz.late_GV[:, columns].view(torch.uint8) == early_parts + i).all())
+    outside = {name for name in views if name.startswith(("early", "head")) or name in in_room}
+    for name, view in views.items():
+        first, end = span(view)
+        home = span(grad_w if name in outside else buffer)
+        assert home[0] <= first
+        assert end <= home[1], name
+    # Gradients take the place of logits, in the workspace and in dW's memory.
+    with_gradients = {name for name in views if name.startswith("turned") or name == "grad_h_GD"}
+    with_logits = {name for name in views if name.startswith("head") or name.endswith("_LV")}
+    for alive in (views.keys() - with_gradients, views.keys() - with_logits):
+        for a in alive:
+            assert all(a == b or apart(span(views[a]), span(views[b])) for b in alive), a
 
 
 @pytest.mark.parametrize("tokens", [5000, 8192])
