@@ -28,7 +28,7 @@ class Plan:
     """What an implementation is asked for besides the tensors.
 
     divergence: "reverse" is KL(student || teacher), "forward" KL(teacher || student). temperature divides both
-    logits. vocab_size: rows of both heads that count. chunk_bytes: bound on the workspace. precision: which
+    logits. vocab_size: rows of both heads that count. chunk_bytes: see linear_kl. precision: which
     products are FP8. want_h, want_w: which gradients to form.
     """
 
@@ -71,6 +71,10 @@ def linear_kl(
     takes its operands in the dtype of its hidden state, so an fp32 master head meets bf16 states as its bf16
     values while its gradient stays fp32. Logits are fp32 and never rounded on the way.
     weight_N: fp32; mask, plan weight and 1/denominator are the caller's to fold in.
+
+    chunk_bytes: what logits and their gradient may take beside w_VD's gradient. On a card that gradient's own memory
+    holds most of them while N <= 2 D (D for fp32 states), if one byte for each element of w_VD is given; for more
+    tokens the more the faster, up to about 2.5 GB (kernels/BENCH.md, which has FP8's rule too).
 
     Gradients: h_ND's in its dtype; w_VD's is accumulated and handed to autograd in fp32 (which casts it to bf16
     for a bf16 head, unless that leaf's `grad_dtype` is torch.float32). One backward pass a call: a second raises
