@@ -25,6 +25,8 @@ MODEL_SHAPES = (
     *((896, 4864), (4864, 896), (2112, 7168), (7168, 2048), (7168, 7168), (8192, 8192)),
 )
 
+_SETTLE_S = 0.15
+
 
 def _default_library() -> None:
     torch.backends.cuda.preferred_blas_library("cublas")
@@ -47,8 +49,9 @@ def _cublas(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
 
 
 def _in_turns(*groups: Sequence[Callable[[], object]]) -> list[float]:
-    """Median `graph_us` of three rounds of each group: at its power limit the card slows down, then for all of them."""
-    return [statistics.median(times) for times in zip(*([graph_us(g) for g in groups] for _ in range(3)), strict=True)]
+    """Median `graph_us` of three rounds of each group, each at the clock that it settles at."""
+    rounds = ([graph_us(group, settle_s=_SETTLE_S) for group in groups] for _ in range(3))
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def small_rows(figures: dict, peers: dict, rows: Sequence[int], shape: tuple[int, int] = (8192, 8192)) -> None:
