@@ -11,6 +11,7 @@ Letters: N rows, I inputs, O outputs, D student width, V vocabulary rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,9 +21,11 @@ from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_round, mxfp4_t
 from kernels.scaled_mm import (
     LARGEST_SCALE,
     Fp8Input,
+    Fp8Weight,
     Mxfp4Weight,
     fp8_input,
     fp8_linear,
+    fp8_weight,
     join_mxfp4,
     mxfp4_mm,
     pack_mxfp4,
@@ -89,6 +92,16 @@ class _RoundToMxfp4(_StraightThrough):
         return mxfp4_round(w, dtype)
 
 
+@dataclass(frozen=True)
+class _Fp8Copy:
+    """What is known of FP8 for a weight of this version (torch counts its writes): whether FP8 holds all of its values,
+    and, where they are held, its codes."""
+
+    version: int
+    exact: bool
+    held: Fp8Weight | None
+
+
 class Linear(nn.Module):
     """y = x W^T + b, with W's values on the grid `precision` and the product in `compute`.
 
@@ -100,8 +113,9 @@ class Linear(nn.Module):
 
     fp8 (of an MXFP4 master in bf16 compute): with gradients enabled, forward and backward multiply in FP8 where FP8
     holds all of W's values, and in bf16 where it does not. `fp8_exact` says which; None: the next forward finds out.
-    Who changes the weight sets it anew (`look_at_weights`). It is kept because reading it waits for the device, and so
-    that a forward that is recomputed in backward goes the same way.
+    It is kept because reading it waits for the device, and so that a forward that is recomputed in backward goes the
+    same way. `look_at_weights` sets it anew, and may hold the codes too. torch's in-place writes to the weight end
+    both; who writes past torch's count of them (`.data`, DeepSpeed's update) looks again.
     """
 
     def __init__(
@@ -123,7 +137,7 @@ class Linear(nn.Module):
         self.compute = compute
         self.packs = packs
         self.fp8 = fp8
-        self.fp8_exact: bool | None = None
+        self._fp8_copy: _Fp8Copy | None = None
         self.group, self.gathers = group, gathers
         self.num_inputs, self.num_outputs = num_inputs, num_outputs
         self.packed: Mxfp4Weight | None = None
@@ -172,9 +186,9 @@ class Linear(nn.Module):
             out_NO = mxfp4_mm(x_NI, self.packed)
             return out_NO if bias_O is None else out_NO.add_(bias_O)
         if self.fp8 and torch.is_grad_enabled():
-            codes = self._fp8_codes()
-            if codes is not None:
-                out_NO = fp8_linear(x_NI, self.weight, codes, x_fp8)
+            w_fp8 = self._fp8_weight()
+            if w_fp8 is not None:
+                out_NO = fp8_linear(x_NI, self.weight, w_fp8, x_fp8)
                 return out_NO if bias_O is None else out_NO + bias_O
         w_OI = weight_values(self.weight, self.precision, self.compute)
         if not torch.is_grad_enabled():
@@ -182,29 +196,48 @@ class Linear(nn.Module):
         out_NO = x_NI @ w_OI.t()
         return out_NO if bias_O is None else out_NO + bias_O
 
-    def _fp8_codes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The weight's codes and scales in FP8, None where FP8 does not hold its values."""
-        if self.fp8_exact is False:
-            return None
+    @property
+    def fp8_exact(self) -> bool | None:
+        """Whether FP8 holds all of the weight's values; None: not known."""
+        copy = self._known_copy()
+        return copy and copy.exact
+
+    def _known_copy(self) -> _Fp8Copy | None:
+        copy = self._fp8_copy
+        return copy if copy is not None and copy.version == self.weight._version else None
+
+    def _fp8_weight(self) -> Fp8Weight | None:
+        """The weight in FP8, None where FP8 does not hold its values."""
+        copy = self._known_copy()
+        if copy is not None and (copy.held is not None or not copy.exact):
+            return copy.held
         codes, scales, exact = fp8_values(self.weight)
-        if self.fp8_exact is None:
-            self.fp8_exact = bool(exact.all())
-        return (codes, scales) if self.fp8_exact else None
+        if copy is None:
+            copy = self._fp8_copy = _Fp8Copy(self.weight._version, bool(exact.all()), None)
+        return fp8_weight(codes, scales, transposed=False) if copy.exact else None
 
 
 def look_at_weights(linears: Sequence[Linear], *, whole: bool) -> None:
-    """Set `fp8_exact` of linears whose weights have changed, with one wait for the device.
+    """Learn anew what FP8 makes of weights that have changed, with one wait for the device.
 
-    whole: whether the weights are there now; where they exist only while their module runs (ZeRO-3), its next forward
-    looks, and waits by itself.
+    whole: whether the weights are there now, and stay. Their codes are then held until they change, those of the
+    transpose too: two bytes an element, which each forward, recomputation and backward until then need not make. Where
+    weights exist only while their module runs (ZeRO-3), nothing is held; the next forward looks, and waits by itself.
     """
     for linear in linears:
-        linear.fp8_exact = None
+        linear._fp8_copy = None
     asked = [linear for linear in linears if linear.fp8 and whole]
-    if asked:
-        exact = torch.stack([fp8_values(linear.weight)[2].all() for linear in asked])
-        for linear, holds in zip(asked, exact.tolist(), strict=True):
-            linear.fp8_exact = holds
+    if not asked:
+        return
+    held, verdicts = [], []
+    for linear in asked:
+        codes, scales, exact = fp8_values(linear.weight)
+        held.append(fp8_weight(codes, scales, transposed=True))
+        verdicts.append(exact.flatten())
+    of_tiles = torch.cat(verdicts).cpu().split([len(verdict) for verdict in verdicts])
+    for linear, weight, exact in zip(asked, held, of_tiles, strict=True):
+        holds = bool(exact.all())
+        linear._fp8_copy = _Fp8Copy(linear.weight._version, holds, weight if holds else None)
 
 
 def _with_biases(columns_NO: Sequence[torch.Tensor], linears: Sequence[Linear]) -> list[torch.Tensor]:

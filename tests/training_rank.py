@@ -60,12 +60,12 @@ def make_engine(spec: dict[str, Any], scenario: dict[str, Any], state: State | N
 
 @contextmanager
 def recorded_weights(engine: TrainEngine) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
-    """What `weight_values` and, where it holds all of a weight, `fp8_values` give the linears, by weight name, while
-    the block runs."""
-    original, original_fp8 = ml.linear.weight_values, ml.linear.fp8_values
+    """What `weight_values` gives the linears, and what their FP8 products multiply by, by weight name, while the block
+    runs. not_held: codes made in the forward; stale: values that the weight no longer stands for."""
+    original, original_fp8 = ml.linear.weight_values, ml.linear.fp8_linear
     names = {id(p): n.removeprefix("transformer.") for n, p in engine.module.named_parameters() if "_proj." in n}
     kept: dict[str, dict[str, torch.Tensor]] = {
-        kind: {} for kind in ("with_gradient_first", "in_fp8_first", "without_gradient_last")
+        kind: {} for kind in ("with_gradient_first", "in_fp8_first", "without_gradient_last", "not_held", "stale")
     }
 
     def recording(w, precision, dtype=None):
@@ -76,19 +76,21 @@ def recorded_weights(engine: TrainEngine) -> Iterator[dict[str, dict[str, torch.
             kept["without_gradient_last"][names[id(w)]] = values.float()
         return values
 
-    def recording_fp8(w):
-        codes, scales, exact = original_fp8(w)
-        if exact.all():
-            by_row = scales.repeat_interleave(128, 0)[: len(codes)]
-            values = codes.float() * by_row.repeat_interleave(128, 1)[:, : codes.shape[1]]
-            kept["in_fp8_first"].setdefault(names[id(w)], values)
-        return codes, scales, exact
+    def recording_fp8(x, w, w_fp8, x_fp8):
+        by_row = w_fp8.scales.repeat_interleave(128, 0)[: len(w)]
+        values = w_fp8.codes.float() * by_row.repeat_interleave(128, 1)[:, : w.shape[1]]
+        kept["in_fp8_first"].setdefault(names[id(w)], values)
+        if w_fp8.transposed is None:
+            kept["not_held"][names[id(w)]] = values
+        if not torch.equal(values, original(w.detach(), "mxfp4")):
+            kept["stale"][names[id(w)]] = values
+        return original_fp8(x, w, w_fp8, x_fp8)
 
-    ml.linear.weight_values, ml.linear.fp8_values = recording, recording_fp8
+    ml.linear.weight_values, ml.linear.fp8_linear = recording, recording_fp8
     try:
         yield kept
     finally:
-        ml.linear.weight_values, ml.linear.fp8_values = original, original_fp8
+        ml.linear.weight_values, ml.linear.fp8_linear = original, original_fp8
 
 
 def gather(engine: TrainEngine) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

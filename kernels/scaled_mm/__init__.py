@@ -27,11 +27,13 @@ Implementation = Literal["library", "triton", "reference"]
 __all__ = [
     "LARGEST_SCALE",
     "Fp8Input",
+    "Fp8Weight",
     "Implementation",
     "Mxfp4Weight",
     "fp8_input",
     "fp8_linear",
     "fp8_mm",
+    "fp8_weight",
     "join_mxfp4",
     "mxfp4_mm",
     "pack_mxfp4",
@@ -126,7 +128,8 @@ def fp8_mm(
 ) -> torch.Tensor:
     """y_MN of E4M3 operands in the layouts of `kernels.quant`: x in blocks of 1 x 128, w of 128 x 128 or 1 x 128.
 
-    x_codes [M, K], x_scales fp32 [M, ceil(K/128)]; w_codes [N, K], w_scales fp32 [ceil(N/128) or N, ceil(K/128)].
+    x_codes [M, K], x_scales fp32 [M, ceil(K/128)]; w_codes [N, K], w_scales fp32 [ceil(N/128) or N, ceil(K/128)], of
+    128 x 128 blocks perhaps with further columns, which are not read.
     Each 128 of K is summed apart and scaled in fp32. dtype: bf16 or fp32. impl: None takes cuBLASLt's block-scaled
     product on CUDA (N and K multiples of 16) and the reference elsewhere.
     """
@@ -181,21 +184,39 @@ def fp8_input(x_MK: torch.Tensor) -> Fp8Input:
     return Fp8Input(*fp8_quantize_both(whole_sixteens(x_MK.detach())))
 
 
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A linear's W in FP8 tiles of 128 x 128, as the forward product takes it: codes [N, K] and scales
+    [ceil(N/128), ceil(K/128)] with columns of zeros up to a multiple of four. transposed: both of W.T, for the
+    gradient of x; None: each backward makes them."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    transposed: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def fp8_weight(codes: torch.Tensor, scales: torch.Tensor, *, transposed: bool) -> Fp8Weight:
+    """What `kernels.quant` makes of a weight in tiles, as `fp8_linear` takes it.
+
+    transposed: make its transpose too, a second byte an element: for a weight that several passes multiply by.
+    """
+    from kernels.scaled_mm.fp8 import in_fours, transposed_tiles
+
+    return Fp8Weight(codes, in_fours(scales), transposed_tiles(codes, scales) if transposed else None)
+
+
 def fp8_linear(
-    x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
-    w_fp8: tuple[torch.Tensor, torch.Tensor] | None = None,
-    x_fp8: Fp8Input | None = None,
+    x_MK: torch.Tensor, w_NK: torch.Tensor, w_fp8: Fp8Weight | None = None, x_fp8: Fp8Input | None = None
 ) -> torch.Tensor:
     """y_MN = x_MK @ w_NK.T in FP8, bf16 out, differentiable: forward, dgrad and wgrad are FP8 products.
 
-    x_MK: bf16 or fp32. w_NK: bf16 or fp32 values, quantised by `kernels.quant.fp8_quantize_tiles`. w_fp8: codes and
-    scales of that layout to multiply by instead, an FP8 copy of other values that w_NK stands for; w_NK then only gets
-    the gradient. It comes in w_NK's dtype, summed over all M rows in fp32; x's in x_MK's dtype. x_fp8: `fp8_input` of
-    x_MK, made here when not given.
+    x_MK: bf16 or fp32. w_NK: bf16 or fp32 values, quantised by `kernels.quant.fp8_quantize_tiles`. w_fp8: what to
+    multiply by instead, an FP8 copy of other values that w_NK stands for; w_NK then only gets the gradient. It comes in
+    w_NK's dtype, summed over all M rows in fp32; x's in x_MK's dtype. x_fp8: `fp8_input` of x_MK, made here when not
+    given.
     """
     from kernels.scaled_mm.fp8 import Fp8Linear
 
-    w_codes, w_scales = fp8_quantize_tiles(w_NK.detach()) if w_fp8 is None else w_fp8
+    w_fp8 = w_fp8 or fp8_weight(*fp8_quantize_tiles(w_NK.detach()), transposed=False)
     x_fp8 = x_fp8 or fp8_input(x_MK)
-    return Fp8Linear.apply(x_MK, w_NK, w_codes, w_scales, x_fp8)  # pyright: ignore[reportReturnType]
+    return Fp8Linear.apply(x_MK, w_NK, w_fp8, x_fp8)  # pyright: ignore[reportReturnType]

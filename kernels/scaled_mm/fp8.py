@@ -46,9 +46,8 @@ def library_fp8_mm(
     if by_row:
         w_scales = _columns_first(w_scales)
     else:
-        # Given as [K / 128, N / 128] with K running fastest, in fours.
-        missing = -w_scales.shape[1] % 4
-        w_scales = (F.pad(w_scales, (0, missing)) if missing else w_scales.contiguous()).t()
+        # Given as [K / 128, N / 128] with K running fastest.
+        w_scales = in_fours(w_scales).t()
     return scaled_mm(
         x_codes,
         w_codes.t(),
@@ -60,9 +59,15 @@ def library_fp8_mm(
     )
 
 
+def in_fours(scales: torch.Tensor) -> torch.Tensor:
+    """128 x 128 scales as the library takes them: row by row, columns of zeros up to a multiple of four."""
+    missing = -scales.shape[1] % 4
+    return F.pad(scales, (0, missing)) if missing else scales.contiguous()
+
+
 def _columns_first(scales: torch.Tensor) -> torch.Tensor:
     """1 x 128 scales lie column by column."""
-    return scales.t().contiguous().t()
+    return scales if scales.stride() == (1, len(scales)) else scales.t().contiguous().t()
 
 
 class Fp8Linear(torch.autograd.Function):
@@ -70,14 +75,18 @@ class Fp8Linear(torch.autograd.Function):
     w for the backward pass, no wide ones."""
 
     @staticmethod
-    def forward(ctx, x_MK, w_NK, w_codes, w_scales, x_fp8):
-        ctx.save_for_backward(w_codes, w_scales, x_fp8.codes_t, x_fp8.scales_t)
+    def forward(ctx, x_MK, w_NK, w_fp8, x_fp8):
+        # What is saved, a layer that is recomputed drops and makes again; a held transpose only stays where it is.
+        ctx.transposed = w_fp8.transposed
+        made_again = (w_fp8.codes, w_fp8.scales) if w_fp8.transposed is None else ()
+        ctx.save_for_backward(x_fp8.codes_t, x_fp8.scales_t, *made_again)
         ctx.dtypes = x_MK.dtype, w_NK.dtype
-        return _product(x_fp8.codes, x_fp8.scales, w_codes, w_scales, torch.bfloat16)[: len(x_MK)]
+        y_MN = _product(x_fp8.codes, x_fp8.scales, w_fp8.codes, w_fp8.scales, torch.bfloat16)
+        return _first_rows(y_MN, len(x_MK))
 
     @staticmethod
     def backward(ctx, *grads):
-        w_codes, w_scales, xt_codes, xt_scales = ctx.saved_tensors
+        xt_codes, xt_scales, *made_again = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
         dx_MK = dw_NK = None
         tokens = len(grads[0])
@@ -88,9 +97,19 @@ class Fp8Linear(torch.autograd.Function):
         else:
             dy_codes, dy_scales = fp8_quantize_rows(dy_MN)
         if ctx.needs_input_grad[0]:
-            dx_MK = _product(dy_codes, dy_scales, _transposed(w_codes), w_scales.t(), torch.bfloat16)
-            dx_MK = dx_MK[:tokens].to(x_dtype)
-        return dx_MK, dw_NK, None, None, None
+            wt_codes, wt_scales = ctx.transposed or transposed_tiles(*made_again)
+            dx_MK = _product(dy_codes, dy_scales, wt_codes, wt_scales, torch.bfloat16)
+            dx_MK = _first_rows(dx_MK, tokens).to(x_dtype)
+        return dx_MK, dw_NK, None, None
+
+
+def transposed_tiles(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [K, N] and scales `in_fours` of the transpose of a weight in 128 x 128 tiles; scales may be in fours."""
+    return _transposed(codes), in_fours(scales[:, : -(-codes.shape[1] // 128)].t())
+
+
+def _first_rows(y_MN: torch.Tensor, rows: int) -> torch.Tensor:
+    return y_MN if len(y_MN) == rows else y_MN[:rows]
 
 
 @triton.jit

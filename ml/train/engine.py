@@ -7,7 +7,7 @@ alone is the boundary, so that the number of micro-batches may differ from step 
 
 Invariant: `loss` given to backward is this rank's share of the mini-batch's loss; the gradient that the optimizer
 sees is the sum over ranks and micro-batches (DeepSpeed's average over ranks is undone). After an update no linear
-relies on what it knew of its weight.
+relies on what it knew of its weight, nor multiplies by what it held of it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class TrainEngine:
     def __init__(self, module: Student, settings: EngineSettings, *, device: torch.device, steps_done: int = 0) -> None:
         self._settings, self.device, self._steps_done = settings, device, steps_done
         self._engine = _initialize(module.to(device), settings, device)
+        self._look_at_weights()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._engine(*arguments, **options)
@@ -62,6 +63,9 @@ class TrainEngine:
 
     def _linears(self) -> Iterator[tuple[str, Linear]]:
         return ((name, m) for name, m in self.module.transformer.named_modules() if isinstance(m, Linear))
+
+    def _look_at_weights(self) -> None:
+        look_at_weights([linear for _, linear in self._linears()], whole=self._settings.zero_stage == 1)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add this micro-batch's gradient. Every rank calls it equally often between two steps."""
@@ -78,7 +82,7 @@ class TrainEngine:
             group["lr"] = self._settings.learning_rate * share
         self._engine.step()
         # Here, beside the update, since the norm is waited for anyway.
-        look_at_weights([linear for _, linear in self._linears()], whole=self._settings.zero_stage == 1)
+        self._look_at_weights()
         norm = float(self._engine.get_global_grad_norm() or 0.0)
         if not self._engine.was_step_applied() or not norm < float("inf"):
             raise ContractError(

@@ -12,6 +12,7 @@ from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_til
 from kernels.scaled_mm import (
     fp8_linear,
     fp8_mm,
+    fp8_weight,
     mxfp4_mm,
     pack_mxfp4,
     row_invariant_mm,
@@ -168,8 +169,9 @@ def test_fp8_linear_keeps_an_fp8_grid_exactly():
     assert torch.equal(fp8_quantize_both(x)[2].float(), fp8_quantize_rows(x.T.contiguous())[0].float())
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 21])
-def test_fp8_linear_multiplies_the_codes_that_it_is_given_and_its_gradient_goes_to_the_weight(tokens):
+def test_fp8_linear_multiplies_the_codes_that_it_is_given_and_its_gradient_goes_to_the_weight(tokens, transposed):
     generator = torch.Generator().manual_seed(11)
     blocks, scales = random_mxfp4(48, 160, low=118, high=124)
     values, (codes, tile_scales, exact) = decode_mxfp4(blocks, scales), mxfp4_to_fp8(blocks, scales)
@@ -178,13 +180,30 @@ def test_fp8_linear_multiplies_the_codes_that_it_is_given_and_its_gradient_goes_
     x = torch.randint(-15, 16, (tokens, 160), generator=generator).bfloat16().requires_grad_()
     dy = torch.randint(-15, 16, (tokens, 48), generator=generator).bfloat16()
     master = torch.full((48, 160), torch.nan, requires_grad=True)
-    y = fp8_linear(x, master, (codes, tile_scales))
+    y = fp8_linear(x, master, fp8_weight(codes, tile_scales, transposed=transposed))
     y.backward(dy)
     assert x.grad is not None
     assert master.grad is not None
     torch.testing.assert_close(y.double(), x.double() @ values.T, rtol=2.0**-8, atol=1e-6)
     torch.testing.assert_close(x.grad.double(), dy.double() @ values, rtol=2.0**-8, atol=1e-6)
     assert torch.equal(master.grad.double(), dy.double().T @ x.double())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (130, 520), (700, 128), (512, 1024)])
+def test_a_weights_scales_lie_in_fours_and_its_transpose_is_the_transpose(rows, columns):
+    codes, scales = fp8_quantize_tiles(torch.randn(rows, columns, generator=torch.Generator().manual_seed(12)))
+    weight = fp8_weight(codes, scales, transposed=True)
+    assert weight.transposed is not None
+    for (found_codes, found_scales), wanted_codes, wanted_scales in (
+        ((weight.codes, weight.scales), codes, scales),
+        (weight.transposed, codes.t(), scales.t()),
+    ):
+        assert torch.equal(found_codes.float(), wanted_codes.float())
+        assert found_codes.is_contiguous()
+        assert found_scales.is_contiguous()
+        assert found_scales.shape == (len(wanted_scales), -(-wanted_scales.shape[1] // 4) * 4)
+        assert torch.equal(found_scales[:, : wanted_scales.shape[1]], wanted_scales)
+        assert not found_scales[:, wanted_scales.shape[1] :].any()
 
 
 def test_fp8_linear_without_weight_gradient():
@@ -368,6 +387,21 @@ def test_fp8_products_on_the_gpu(shape):
     fp8_linear(*on_cpu).backward(dy.cpu())
     assert error(x.grad.cpu(), on_cpu[0].grad) < 4e-3
     assert error(w.grad.cpu(), on_cpu[1].grad) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(300, 576, 1536), (1024, 2112, 208), (16, 144, 4096), (1, 16, 32)])
+def test_a_transpose_that_is_held_gives_the_bits_of_one_that_backward_makes(shape):
+    tokens, outputs, inputs = shape
+    x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(outputs, inputs, device="cuda") * 0.02).requires_grad_()
+    dy = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
+    tiles = fp8_quantize_tiles(w.detach())
+    kinds = []
+    for transposed in (False, True):
+        y = fp8_linear(x, w, fp8_weight(*tiles, transposed=transposed))
+        kinds.append((y, *torch.autograd.grad(y, (x, w), dy)))
+    assert all(torch.equal(a, b) for a, b in zip(*kinds, strict=True))
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from ml.checkpoint import load_model
 from ml.linear import Linear
 from ml.model import PackedCausal
 from schemas.errors import ConfigError
-from tests.ml.test_mxfp4_loop import fp8_holds, is_linear, master_of, write_model
+from tests.ml.test_mxfp4_loop import fp8_holds, is_linear, master_of, oracle_values, write_model
 from tests.ml.test_train_parity import ITEMS, LENGTHS, WIDTHS, close, gradient, metric, run_ranks, scenario
 from tests.random_models import random_model
 from tests.training_world import make_world, plan_rows
@@ -70,6 +71,19 @@ def test_fp8_multiplies_the_samplers_weights_and_leaves_out_what_it_does_not_hol
         first = used["with_gradient_first"] if name == INEXACT else used["in_fp8_first"]
         assert torch.equal(first[name].bfloat16(), sampler[name]), name
         assert torch.equal(first[name].bfloat16().float(), first[name]), name
+
+
+@pytest.mark.parametrize("name", ["zero-1", "zero-3", "no_checkpointing", "fast"])
+def test_codes_are_held_where_weights_stay_and_never_outlive_an_update(results, name):
+    used = results[1][name]["weights"]
+    assert not used["stale"]
+    assert set(used["not_held"]) == (set(used["in_fp8_first"]) if name == "zero-3" else set())
+    # Updates that a stale code would miss.
+    moved = {
+        n for n, values in used["in_fp8_first"].items()
+        if not np.array_equal(oracle_values(results[1][name]["parameters"][n].numpy()), values.numpy())
+    }  # fmt: skip
+    assert moved >= (set(used["in_fp8_first"]) if name == "fast" else {ZEROS})
 
 
 @pytest.mark.parametrize("ranks", RANKS)

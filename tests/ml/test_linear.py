@@ -5,6 +5,8 @@ FP8 products against float64 sums over operands that ml_dtypes quantised.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import ml.linear
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize
 from kernels.scaled_mm import row_invariant_mm
 from kernels.scaled_mm.fixed_rows import ROWS
@@ -288,10 +291,12 @@ def spoilt(linear: Linear) -> None:
     linear.weight.data[3, 32:64] *= 2.0**-20
 
 
-def passes(linear: Linear, x_NI: torch.Tensor, upstream_NO: torch.Tensor) -> list[torch.Tensor | None]:
+def passes(
+    linear: Linear, x_NI: torch.Tensor, upstream_NO: torch.Tensor, forward: Callable[..., Any] | None = None
+) -> list[torch.Tensor | None]:
     x_NI = x_NI.clone().requires_grad_()
     linear.zero_grad()
-    out = linear(x_NI)
+    out = (forward or linear)(x_NI)
     out.backward(upstream_NO)
     return [out.detach(), x_NI.grad, *(p.grad for p in linear.parameters())]
 
@@ -320,12 +325,62 @@ def test_a_weight_that_fp8_would_round_stays_in_bf16_until_it_is_looked_at_again
     assert plain.fp8_exact is None
 
 
-def test_without_gradients_an_fp8_linear_is_the_samplers():
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(48, 160), (144, 96), (272, 640), (1024, 32)])
+def test_held_codes_are_made_once_and_change_no_bit(monkeypatch, num_outputs, num_inputs):
+    linear = fp8_linear_of(num_inputs, num_outputs)
+    x_NI, upstream_NO = torch.randn(21, num_inputs).bfloat16(), torch.randn(21, num_outputs).bfloat16()
+    wanted = passes(linear, x_NI, upstream_NO)
+    look_at_weights([linear], whole=True)
+    monkeypatch.setattr(ml.linear, "fp8_values", None)
+    again = functools.partial(checkpoint, linear, use_reentrant=False)
+    for forward in (None, None, again):
+        for found, want in zip(passes(linear, x_NI, upstream_NO, forward), wanted, strict=True):
+            assert found is not None
+            assert want is not None
+            assert torch.equal(found, want)
+
+
+def test_held_codes_end_with_the_weight_that_they_were_made_of():
+    linear, x_NI, upstream_NO = (
+        fp8_linear_of(160, 144),
+        torch.randn(21, 160).bfloat16(),
+        torch.randn(21, 144).bfloat16(),
+    )
+    new_OI = torch.randn(144, 160)
+
+    def multiply() -> None:
+        with torch.no_grad():
+            linear.weight.mul_(-3)
+
+    def copy() -> None:
+        with torch.no_grad():
+            linear.weight.copy_(new_OI)
+
+    def past_the_count() -> None:
+        linear.weight.data.copy_(new_OI)
+        look_at_weights([linear], whole=True)
+
+    for write in (multiply, copy, lambda: linear.set_weight(new_OI * 5), past_the_count):
+        look_at_weights([linear], whole=True)
+        assert linear.fp8_exact is True
+        write()
+        assert linear.fp8_exact is (True if write is past_the_count else None)
+        out, dx_NI, *_ = passes(linear, x_NI, upstream_NO)
+        w, bias = oracle_values(linear.weight.detach().numpy()), linear.bias
+        assert bias is not None
+        want = fp8_oracle(x_NI.float().numpy()) @ w.T + rounded_to_bf16(bias.detach().numpy())
+        assert_near(out, want, 2.0**-7)
+        assert_near(dx_NI, fp8_oracle(upstream_NO.float().numpy()) @ w, 2.0**-8)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_without_gradients_an_fp8_linear_is_the_samplers(held):
     linear, plain = fp8_linear_of(96, 48), fp8_linear_of(96, 48, fp8=False)
     x_NI = torch.randn(5, 96)
+    look_at_weights([linear], whole=held)
     with torch.no_grad():
         assert torch.equal(linear(x_NI), plain(x_NI))
-    assert linear.fp8_exact is None
+    assert linear.fp8_exact is (True if held else None)
 
 
 @pytest.mark.parametrize("spoil", [False, True])
