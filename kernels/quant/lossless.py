@@ -2,8 +2,9 @@
 
 A thread reads groups of 32 whole, four words of eight codes. The eight magnitudes of E2M1 under one scale are eight
 E4M3 codes, a table of eight bytes that `prmt` looks up four codes at a time. What a group holds follows from the OR
-of its words. Threads exchange codes before they store them, since a group of 32 bytes a thread fills a sector at a
-time, but no line.
+of its words. Codes are stored from shared memory by the copy engine: a group of 32 bytes a thread would fill a sector
+at a time, but no line, and to exchange them first takes registers. A program takes two tiles side by side, whose rows
+are whole lines of words, and whose scales it reads together.
 
 Legend: N rows and K columns of a weight, G groups of 32 columns of a row.
 """
@@ -17,13 +18,17 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.quant.bits import E4M3_EXPONENT, larger_pair
 
 _WARPS = 8
-#: A tile's 512 groups of four words, and of four times eight codes: as they are read, and as they are stored.
+#: Tiles of a program, side by side.
+_TILES = 2
+#: A tile's 512 groups of four words as they are read, and its codes, four a word, as they are stored.
 _LOAD = gl.BlockedLayout([1, 4], [32, 1], [_WARPS, 1], [1, 0])
-_STORE = gl.BlockedLayout([1, 2], [16, 2], [_WARPS, 1], [1, 0])
+_CODES = gl.NVMMASharedLayout(128, 32)
 
 
 def mxfp4_to_fp8(blocks, scales):
@@ -33,25 +38,26 @@ def mxfp4_to_fp8(blocks, scales):
     tile_scales = torch.empty(grid, dtype=torch.float32, device=blocks.device)
     exact = torch.empty(grid, dtype=torch.bool, device=blocks.device)
     if codes.numel():
-        words, eights = blocks.view(torch.int32), codes.view(torch.int64)
-        outputs = eights, tile_scales, exact.view(torch.uint8)
-        _mxfp4_to_fp8[grid[::-1]](words, scales, *outputs, N, G, LOAD=_LOAD, STORE=_STORE, num_warps=_WARPS)
+        words, fours = blocks.view(torch.int32), codes.view(torch.int32)
+        outputs = TensorDescriptor.from_tensor(fours, [128, 32 * _TILES], _CODES), tile_scales, exact.view(torch.uint8)
+        programs = -(-grid[1] // _TILES), grid[0]
+        _mxfp4_to_fp8[programs](words, scales, *outputs, N, G, TILES=_TILES, LOAD=_LOAD, num_warps=_WARPS)
     return codes, tile_scales, exact
 
 
 @gluon.jit
-def _mxfp4_to_fp8(words, scales, codes, tile_scales, exact, N, G, LOAD: gl.constexpr, STORE: gl.constexpr):
-    first_row, first_group = gl.program_id(1) * 128, gl.program_id(0) * 4
+def _mxfp4_to_fp8(words, scales, codes, tile_scales, exact, N, G, TILES: gl.constexpr, LOAD: gl.constexpr):
+    first_row, first_group = gl.program_id(1) * 128, gl.program_id(0) * (4 * TILES)
     corner = first_row.to(gl.int64) * G + first_group
     rows, groups = N - first_row, G - first_group
-    place, inside = _groups(rows, groups, G, gl.SliceLayout(1, LOAD))
+    place, inside = _groups(rows, groups, G, TILES, gl.SliceLayout(1, LOAD))
     each = gl.arange(0, 4, gl.SliceLayout(0, LOAD))
     word = gl.load(words + corner * 4 + (place * 4)[:, None] + each[None, :], mask=inside[:, None], other=0)
-    even, odd = gl.split(gl.reshape(word, (512, 2, 2)))
+    even, odd = gl.split(gl.reshape(word, (512 * TILES, 2, 2)))
     word0, word2 = gl.split(even)
     word1, word3 = gl.split(odd)
     WHOLE: gl.constexpr = word0.type.layout
-    place, inside = _groups(rows, groups, G, WHOLE)
+    place, inside = _groups(rows, groups, G, TILES, WHOLE)
     byte = gl.load(scales + corner + place, mask=inside, other=127).to(gl.int32)
 
     seen = word0 | word1 | word2 | word3
@@ -63,39 +69,49 @@ def _mxfp4_to_fp8(words, scales, codes, tile_scales, exact, N, G, LOAD: gl.const
     zero = (seen & 0x77777777) == 0
     top = gl.where(byte == 255, 1000, gl.where(zero, 0, top))
     # One maximum finds the largest top, in the high half, and the least byte of groups other than zeros.
-    pair = gl.reduce((top << 16) | gl.where(zero, 0, 255 - byte), 0, larger_pair)
+    pair = (top << 16) | gl.where(zero, 0, 255 - byte)
+    pair = gl.reduce(gl.reduce(gl.reshape(pair, (128, TILES, 4)), 2, larger_pair), 0, larger_pair)
     largest, least_byte = pair >> 16, 255 - (pair & 0xFFFF)
     broken = largest >= 255
     tile_byte = gl.maximum(gl.where(broken, 0, largest) - E4M3_EXPONENT, 1)
 
-    shift = byte - tile_byte
+    by_group = gl.reshape(byte, (128, TILES, 4))
+    of_tile = gl.convert_layout(tile_byte, gl.SliceLayout(0, gl.SliceLayout(2, by_group.type.layout)))
+    shift = gl.convert_layout(gl.reshape(by_group - of_tile[None, :, None], (512 * TILES,)), WHOLE)
     low, high = _table(((gl.maximum(shift, -126) + 127) << 23).to(gl.float32, bitcast=True))
-    # Joined so that [512, 2, 2] counts the words of a group as 0, 1, 2, 3.
-    even = gl.join(_eight_codes(word0, low, high), _eight_codes(word2, low, high))
-    odd = gl.join(_eight_codes(word1, low, high), _eight_codes(word3, low, high))
-    group_codes = gl.convert_layout(gl.reshape(gl.join(even, odd), (512, 4)), STORE)
-    place, inside = _groups(rows, groups, G, gl.SliceLayout(1, STORE))
-    each = gl.arange(0, 4, gl.SliceLayout(0, STORE))
-    gl.store(codes + corner * 4 + (place * 4)[:, None] + each[None, :], group_codes, mask=inside[:, None])
+    # Joined so that a group's words count 0, 1, 2, 3, and their halves.
+    even = gl.join(gl.join(*_eight_codes(word0, low, high)), gl.join(*_eight_codes(word2, low, high)))
+    odd = gl.join(gl.join(*_eight_codes(word1, low, high)), gl.join(*_eight_codes(word3, low, high)))
+    fours = gl.reshape(gl.permute(gl.join(even, odd), (0, 2, 3, 1)), (128, 32 * TILES))
+    tile_codes = gl.allocate_shared_memory(gl.int32, (128, 32 * TILES), codes.layout, fours)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(codes, [first_row, first_group * 8], tile_codes)
 
-    tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    gl.store(tile_scales + tile, gl.where(broken, 0x7FC00000, tile_byte << 23).to(gl.float32, bitcast=True))
+    columns = gl.cdiv(G, 4)
+    column = gl.program_id(0) * TILES + gl.arange(0, TILES, largest.type.layout)
+    tile = gl.program_id(1) * columns + column
+    here = column < columns
+    values = gl.where(broken, 0x7FC00000, tile_byte << 23).to(gl.float32, bitcast=True)
+    gl.store(tile_scales + tile, values, mask=here)
+    # What follows may take the tile's place in shared memory.
+    tma.store_wait(0)
     # Every code times 2^-8 is a multiple of 2^-9, E4M3's smallest step; below that it depends on the codes.
-    if least_byte - tile_byte >= -8:
-        gl.store(exact + tile, gl.where(broken, 0, 1).to(gl.uint8))
+    if gl.min(least_byte - tile_byte, 0) >= -8:
+        gl.store(exact + tile, gl.where(broken, 0, 1).to(gl.uint8), mask=here)
     else:
         low, high = _lossy_table(shift)
         lossy = _any_byte(word0, low, high) | _any_byte(word1, low, high)
         lossy |= _any_byte(word2, low, high) | _any_byte(word3, low, high)
-        any_lossy = gl.max((lossy != 0).to(gl.int32), 0)
-        gl.store(exact + tile, gl.where(broken, 0, 1 - any_lossy).to(gl.uint8))
+        lossy = gl.max(gl.max(gl.reshape((lossy != 0).to(gl.int32), (128, TILES, 4)), 2), 0)
+        any_lossy = gl.convert_layout(lossy, largest.type.layout)
+        gl.store(exact + tile, gl.where(broken, 0, 1 - any_lossy).to(gl.uint8), mask=here)
 
 
 @gluon.jit
-def _groups(rows, groups, G, LAYOUT: gl.constexpr):
-    """Of a tile's 512 groups: the place from the tile's first, and whether the matrix has it."""
-    index = gl.arange(0, 512, LAYOUT)
-    row, group = index // 4, index % 4
+def _groups(rows, groups, G, TILES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of the tiles' 512 groups each: the place from the first, and whether the matrix has it."""
+    index = gl.arange(0, 512 * TILES, LAYOUT)
+    row, group = index // (4 * TILES), index % (4 * TILES)
     return row * G + group, (row < rows) & (group < groups)
 
 
@@ -142,23 +158,17 @@ def _lossy_table(shift):
 
 @gluon.jit
 def _eight_codes(word, low_table, high_table):
-    """int64 of a word's eight E4M3 codes.
-
-    A selector of `prmt` with its top bit set, which here is a sign, repeats the top bit of the byte that it selects:
-    0x80 becomes 0xFF, and bit 6 of those bytes tells the signs.
-    """
+    """A word's eight E4M3 codes, in two words. Even codes' signs lie in the top bits of bytes after a shift by four."""
     low, high = gl.inline_asm_elementwise(
         """{
-        .reg .b32 magnitude, later, a, b;
+        .reg .b32 magnitude, even, a, b;
+        shl.b32 even, $2, 4;
         and.b32 magnitude, $2, 0x77777777;
-        shr.b32 later, $2, 16;
-        prmt.b32 a, 0x80808080, 0x80808080, $2;
-        prmt.b32 b, 0x80808080, 0x80808080, later;
+        prmt.b32 a, even, $2, 0x5140;
+        prmt.b32 b, even, $2, 0x7362;
         prmt.b32 $0, $3, $4, magnitude;
         shr.b32 magnitude, magnitude, 16;
         prmt.b32 $1, $3, $4, magnitude;
-        shl.b32 a, a, 1;
-        shl.b32 b, b, 1;
         lop3.b32 $0, a, 0x80808080, $0, 0xEA;
         lop3.b32 $1, b, 0x80808080, $1, 0xEA;
         }""",
@@ -168,7 +178,7 @@ def _eight_codes(word, low_table, high_table):
         is_pure=True,
         pack=1,
     )
-    return low.to(gl.uint32, bitcast=True).to(gl.int64) | (high.to(gl.int64) << 32)
+    return low, high
 
 
 @gluon.jit
