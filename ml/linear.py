@@ -33,6 +33,7 @@ from kernels.scaled_mm import (
     row_invariant_mms,
     split_mxfp4,
 )
+from ml.device import traits
 from ml.tensor_parallel import ALONE, Group
 
 Precision = Literal["fp32", "bf16", "mxfp4"]
@@ -114,8 +115,8 @@ class Linear(nn.Module):
     fp8 (of an MXFP4 master in bf16 compute): with gradients enabled, forward and backward multiply in FP8 where FP8
     holds all of W's values, and in bf16 where it does not. `fp8_exact` says which; None: the next forward finds out.
     It is kept because reading it waits for the device, and so that a forward that is recomputed in backward goes the
-    same way. `look_at_weights` sets it anew, and may hold the codes too. torch's in-place writes to the weight end
-    both; who writes past torch's count of them (`.data`, DeepSpeed's update) looks again.
+    same way. `Fp8Weights` sets it anew, and may hold the codes too. torch's in-place writes to the weight end both; who
+    writes past torch's count of them (`.data`, DeepSpeed's update) renews them.
     """
 
     def __init__(
@@ -217,27 +218,59 @@ class Linear(nn.Module):
         return fp8_weight(codes, scales, transposed=False) if copy.exact else None
 
 
-def look_at_weights(linears: Sequence[Linear], *, whole: bool) -> None:
-    """Learn anew what FP8 makes of weights that have changed, with one wait for the device.
+class Fp8Weights:
+    """What FP8 makes of the linears' weights, learnt anew after every change of them.
 
-    whole: whether the weights are there now, and stay. Their codes are then held until they change, those of the
-    transpose too: two bytes an element, which each forward, recomputation and backward until then need not make. Where
-    weights exist only while their module runs (ZeRO-3), nothing is held; the next forward looks, and waits by itself.
+    whole: whether the weights are there between passes, as they are but under ZeRO-3. Their codes are then held until
+    the next `renew`, those of the transpose too: two bytes an element, which forward, recomputation and backward need
+    not make. Where weights exist only while their module runs, nothing is held; the next forward looks, and waits by
+    itself.
     """
-    for linear in linears:
-        linear._fp8_copy = None
-    asked = [linear for linear in linears if linear.fp8 and whole]
-    if not asked:
-        return
-    held, verdicts = [], []
-    for linear in asked:
-        codes, scales, exact = fp8_values(linear.weight)
+
+    def __init__(self, linears: Sequence[Linear], *, whole: bool) -> None:
+        self._linears = [linear for linear in linears if linear.fp8]
+        self._whole = whole
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._places: list[int] = []
+        self._held: list[Fp8Weight] = []
+        self._exact = torch.empty(0)
+
+    def renew(self) -> None:
+        """Look at all weights, with one wait for the device."""
+        for linear in self._linears:
+            linear._fp8_copy = None
+        if not (self._linears and self._whole):
+            return
+        self._make()
+        for linear, weight, exact in zip(self._linears, self._held, self._exact.tolist(), strict=True):
+            linear._fp8_copy = _Fp8Copy(linear.weight._version, exact, weight if exact else None)
+
+    def _make(self) -> None:
+        weights = [linear.weight for linear in self._linears]
+        if not traits(weights[0].device).graphs:
+            self._held, self._exact = _held(weights)
+            return
+        # Three small launches a linear take the host longer than the device, which has nothing else to do meanwhile.
+        places = [weight.data_ptr() for weight in weights]
+        if places != self._places:
+            self._held, self._exact = _held(weights)  # compiles, which no graph can
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads, NCCL's among them, may go on calling the device.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._held, self._exact = _held(weights)
+            self._places = places
+        assert self._graph is not None
+        self._graph.replay()
+
+
+def _held(weights: Sequence[torch.Tensor]) -> tuple[list[Fp8Weight], torch.Tensor]:
+    """Each weight in FP8, and a vector of whether it holds all values."""
+    held, exact = [], []
+    for weight in weights:
+        codes, scales, exact_tiles = fp8_values(weight)
         held.append(fp8_weight(codes, scales, transposed=True))
-        verdicts.append(exact.flatten())
-    of_tiles = torch.cat(verdicts).cpu().split([len(verdict) for verdict in verdicts])
-    for linear, weight, exact in zip(asked, held, of_tiles, strict=True):
-        holds = bool(exact.all())
-        linear._fp8_copy = _Fp8Copy(linear.weight._version, holds, weight if holds else None)
+        exact.append(exact_tiles.all())
+    return held, torch.stack(exact)
 
 
 def _with_biases(columns_NO: Sequence[torch.Tensor], linears: Sequence[Linear]) -> list[torch.Tensor]:

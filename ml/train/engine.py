@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ml.device import traits
-from ml.linear import Linear, look_at_weights
+from ml.linear import Fp8Weights, Linear
 from ml.train.loss import Student
 from schemas.errors import ContractError
 
@@ -48,7 +48,8 @@ class TrainEngine:
     def __init__(self, module: Student, settings: EngineSettings, *, device: torch.device, steps_done: int = 0) -> None:
         self._settings, self.device, self._steps_done = settings, device, steps_done
         self._engine = _initialize(module.to(device), settings, device)
-        self._look_at_weights()
+        self._fp8_weights = Fp8Weights([m for _, m in self._linears()], whole=settings.zero_stage == 1)
+        self._fp8_weights.renew()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._engine(*arguments, **options)
@@ -63,9 +64,6 @@ class TrainEngine:
 
     def _linears(self) -> Iterator[tuple[str, Linear]]:
         return ((name, m) for name, m in self.module.transformer.named_modules() if isinstance(m, Linear))
-
-    def _look_at_weights(self) -> None:
-        look_at_weights([linear for _, linear in self._linears()], whole=self._settings.zero_stage == 1)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add this micro-batch's gradient. Every rank calls it equally often between two steps."""
@@ -82,7 +80,7 @@ class TrainEngine:
             group["lr"] = self._settings.learning_rate * share
         self._engine.step()
         # Here, beside the update, since the norm is waited for anyway.
-        self._look_at_weights()
+        self._fp8_weights.renew()
         norm = float(self._engine.get_global_grad_norm() or 0.0)
         if not self._engine.was_step_applied() or not norm < float("inf"):
             raise ContractError(

@@ -19,7 +19,7 @@ import ml.linear
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize
 from kernels.scaled_mm import row_invariant_mm
 from kernels.scaled_mm.fixed_rows import ROWS
-from ml.linear import Linear, join, look_at_weights, weight_values
+from ml.linear import Fp8Weights, Linear, join, weight_values
 from tests.ml.test_mxfp4_loop import oracle_values
 
 ROW_COUNTS = [*range(1, 36), 47, 63, 64, 65, 96, 100, 127, 199, 200]
@@ -314,12 +314,12 @@ def test_a_weight_that_fp8_would_round_stays_in_bf16_until_it_is_looked_at_again
     assert linear.fp8_exact is True
     for one in (linear, plain):
         spoilt(one)
-    look_at_weights([linear, plain], whole=whole)
+    Fp8Weights([linear, plain], whole=whole).renew()
     assert linear.fp8_exact is (False if whole else None)
     assert same() == [True] * 4
     assert linear.fp8_exact is False
     linear.weight.data.normal_()
-    look_at_weights([linear, plain], whole=whole)
+    Fp8Weights([linear, plain], whole=whole).renew()
     passes(linear, x_NI, upstream_NO)
     assert linear.fp8_exact is True
     assert plain.fp8_exact is None
@@ -330,7 +330,7 @@ def test_held_codes_are_made_once_and_change_no_bit(monkeypatch, num_outputs, nu
     linear = fp8_linear_of(num_inputs, num_outputs)
     x_NI, upstream_NO = torch.randn(21, num_inputs).bfloat16(), torch.randn(21, num_outputs).bfloat16()
     wanted = passes(linear, x_NI, upstream_NO)
-    look_at_weights([linear], whole=True)
+    Fp8Weights([linear], whole=True).renew()
     monkeypatch.setattr(ml.linear, "fp8_values", None)
     again = functools.partial(checkpoint, linear, use_reentrant=False)
     for forward in (None, None, again):
@@ -358,10 +358,10 @@ def test_held_codes_end_with_the_weight_that_they_were_made_of():
 
     def past_the_count() -> None:
         linear.weight.data.copy_(new_OI)
-        look_at_weights([linear], whole=True)
+        Fp8Weights([linear], whole=True).renew()
 
     for write in (multiply, copy, lambda: linear.set_weight(new_OI * 5), past_the_count):
-        look_at_weights([linear], whole=True)
+        Fp8Weights([linear], whole=True).renew()
         assert linear.fp8_exact is True
         write()
         assert linear.fp8_exact is (True if write is past_the_count else None)
@@ -377,7 +377,7 @@ def test_held_codes_end_with_the_weight_that_they_were_made_of():
 def test_without_gradients_an_fp8_linear_is_the_samplers(held):
     linear, plain = fp8_linear_of(96, 48), fp8_linear_of(96, 48, fp8=False)
     x_NI = torch.randn(5, 96)
-    look_at_weights([linear], whole=held)
+    Fp8Weights([linear], whole=held).renew()
     with torch.no_grad():
         assert torch.equal(linear(x_NI), plain(x_NI))
     assert linear.fp8_exact is (True if held else None)

@@ -13,7 +13,7 @@ import torch
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize
 from kernels.testing import relative_error
 from ml.checkpoint import load_model, read_head
-from ml.linear import Compute, Linear, Precision
+from ml.linear import Compute, Fp8Weights, Linear, Precision
 from ml.model import SampledCausal, Transformer
 from ml.rollout.engine import EngineConfig, Request, RolloutEngine
 from ml.teacher import Reading, hidden_states
@@ -237,6 +237,48 @@ def test_an_fp8_linear_multiplies_the_cpus_codes(num_rows, spoil):
     for found, want in zip(passes("cuda"), passes("cpu"), strict=True):
         assert found.shape == want.shape
         assert (found - want).norm() <= 4e-3 * want.norm()
+
+
+def test_codes_that_a_graph_renews_are_those_of_the_weights_as_they_are():
+    """Held codes give the bits of codes made on the way: at first, after updates, one spoilt, in other memory."""
+    linears = [
+        Linear(inputs, outputs, bias=False, precision="mxfp4", compute=torch.bfloat16, dtype=torch.float32, fp8=True)
+        for inputs, outputs in ((416, 208), (96, 144), (1024, 32))
+    ]
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def fill() -> None:
+        for linear in linears:
+            linear.weight.data.normal_(generator=generator)
+
+    def spoil() -> None:
+        linears[1].weight.data[7, 32:64] *= 2.0**-20
+
+    def move() -> None:
+        for linear in linears:
+            linear.weight.data = linear.weight.data * 3.0
+
+    for linear in linears:
+        linear.cuda()
+    fill()
+    weights = Fp8Weights(linears, whole=True)
+    for change, exact in ((fill, [True] * 3), (fill, [True] * 3), (spoil, [True, False, True]),
+                          (move, [True, False, True]), (fill, [True] * 3)):  # fmt: skip
+        change()
+        weights.renew()
+        assert [linear.fp8_exact for linear in linears] == exact
+        for linear in linears:
+            x_NI = torch.randn(37, linear.num_inputs, device="cuda", generator=generator).bfloat16()
+            fresh = copy.deepcopy(linear)
+            Fp8Weights([fresh], whole=False).renew()
+            passes = []
+            for one in (linear, fresh):
+                x = x_NI.clone().requires_grad_()
+                out = one(x)
+                out.backward(torch.ones_like(out))
+                passes.append((out, x.grad))
+            for found, want in zip(*passes, strict=True):
+                assert torch.equal(found, want)
 
 
 def test_recomputed_log_probabilities_are_the_samplers_bits(folders):
