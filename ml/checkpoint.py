@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_to_fp8
+from kernels.quant import mxfp4_dequantize, mxfp4_quantize
 from ml.device import traits
-from ml.linear import COMPUTE_DTYPES, Compute, Linear, Precision, dense_precision, weight_values
+from ml.linear import COMPUTE_DTYPES, Compute, Linear, Precision, dense_precision, fp8_values, weight_values
 from ml.model import ModelConfig, Transformer
 from ml.model_files import (
     CONFIG,
@@ -169,7 +169,7 @@ def _fp8_holds(w_OI: torch.Tensor) -> bool:
     exponents = torch.frexp(largest[largest > 0])[1]
     if len(exponents) == 0 or int(exponents.max() - exponents.min()) <= 13:
         return True
-    return bool(mxfp4_to_fp8(*mxfp4_quantize(w_OI))[2].all())
+    return bool(fp8_values(w_OI)[2].all())
 
 
 def _mxfp4_tensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:

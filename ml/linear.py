@@ -186,15 +186,14 @@ class Linear(nn.Module):
         if self.packed is not None:
             out_NO = mxfp4_mm(x_NI, self.packed)
             return out_NO if bias_O is None else out_NO.add_(bias_O)
-        if self.fp8 and torch.is_grad_enabled():
-            w_fp8 = self._fp8_weight()
-            if w_fp8 is not None:
-                out_NO = fp8_linear(x_NI, self.weight, w_fp8, x_fp8)
-                return out_NO if bias_O is None else out_NO + bias_O
-        w_OI = weight_values(self.weight, self.precision, self.compute)
-        if not torch.is_grad_enabled():
-            return row_invariant_mm(x_NI, w_OI, bias_O)
-        out_NO = x_NI @ w_OI.t()
+        w_fp8 = self._fp8_weight() if self.fp8 and torch.is_grad_enabled() else None
+        if w_fp8 is not None:
+            out_NO = fp8_linear(x_NI, self.weight, w_fp8, x_fp8)
+        else:
+            w_OI = weight_values(self.weight, self.precision, self.compute)
+            if not torch.is_grad_enabled():
+                return row_invariant_mm(x_NI, w_OI, bias_O)
+            out_NO = x_NI @ w_OI.t()
         return out_NO if bias_O is None else out_NO + bias_O
 
     @property
@@ -328,6 +327,12 @@ class JoinedPacked:
 
 
 Joined = JoinedLinears | JoinedPacked
+
+
+def apart(linears: Sequence[Linear], x_NI: torch.Tensor) -> list[torch.Tensor]:
+    """Each linear's [N, O] of one input, which they share in FP8."""
+    x_fp8 = linears[0].shared_input(x_NI)
+    return [linear(x_NI, x_fp8) for linear in linears]
 
 
 def join(linears: Sequence[Linear]) -> Joined:

@@ -27,7 +27,7 @@ from kernels.paged_attention import paged_attention
 from kernels.rows import HeadNorms, Rotary, add_rms_norm, rms_norm, rotate, rotate_into_pages, silu_gate
 from kernels.scaled_mm import row_invariant_mm, self_test
 from ml.device import traits
-from ml.linear import Joined, Linear, Precision, dense_precision, join, weight_values
+from ml.linear import Joined, Linear, Precision, apart, dense_precision, join, weight_values
 from ml.model_files import MXFP4_STORED
 from ml.tensor_parallel import ALONE, Group
 from schemas.errors import ConfigError, ContractError
@@ -240,11 +240,7 @@ class Attention(nn.Module):
         self.joined = join((self.q_proj, self.k_proj, self.v_proj))
 
     def forward(self, x_ND: torch.Tensor, rotary: Rotary, attend: Attend, layer_index: int) -> torch.Tensor:
-        if self.joined:
-            columns = self.joined(x_ND)
-        else:
-            x_fp8 = self.q_proj.shared_input(x_ND)
-            columns = [linear(x_ND, x_fp8) for linear in (self.q_proj, self.k_proj, self.v_proj)]
+        columns = self.joined(x_ND) if self.joined else apart((self.q_proj, self.k_proj, self.v_proj), x_ND)
         q_NHC, k_NGC, v_NGC = (y.unflatten(-1, (-1, self.config.head_channels)) for y in columns)
         norms = None
         if self.config.qk_norm and self.q_norm.weight.requires_grad:
@@ -270,11 +266,7 @@ class FeedForward(nn.Module):
         self.joined = join((self.gate_proj, self.up_proj))
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        if self.joined:
-            gate_NI, up_NI = self.joined(x_ND)
-        else:
-            x_fp8 = self.gate_proj.shared_input(x_ND)
-            gate_NI, up_NI = self.gate_proj(x_ND, x_fp8), self.up_proj(x_ND, x_fp8)
+        gate_NI, up_NI = self.joined(x_ND) if self.joined else apart((self.gate_proj, self.up_proj), x_ND)
         return self.down_proj(silu_gate(gate_NI, up_NI))
 
 
