@@ -21,7 +21,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import botocore.exceptions as aws
@@ -140,14 +140,9 @@ class S3Store:
         return True
 
     def list(self, prefix: str) -> list[str]:
-        keys: list[str] = []
-        arguments: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-        while True:
-            page = self._retrying(prefix, lambda: self._client().list_objects_v2(**arguments))
-            keys.extend(entry["Key"].removeprefix(self._prefix) for entry in page.get("Contents", ()))
-            if not page.get("IsTruncated"):
-                return sorted(keys)
-            arguments["ContinuationToken"] = page["NextContinuationToken"]
+        arguments = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        pages = self._pages(prefix, "list_objects_v2", arguments, "ContinuationToken")
+        return sorted(entry["Key"].removeprefix(self._prefix) for page in pages for entry in page.get("Contents", ()))
 
     def head(self, key: str) -> ObjectInfo | None:
         check_key(key)
@@ -163,41 +158,31 @@ class S3Store:
                 raise
 
     def unfinished_writes(self, age_seconds: float) -> list[UnfinishedWrite]:
-        arguments: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix}
+        arguments = {"Bucket": self._bucket, "Prefix": self._prefix}
         found = []
-        while True:
-            page = self._retrying("", lambda: self._client().list_multipart_uploads(**arguments))
+        for page in self._pages("", "list_multipart_uploads", arguments, "KeyMarker", "UploadIdMarker"):
             now = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
             for upload in page.get("Uploads", ()):
                 if (now - upload["Initiated"]).total_seconds() >= age_seconds:
                     found.append(self._unfinished(upload["Key"].removeprefix(self._prefix), upload["UploadId"]))
-            if not page.get("IsTruncated"):
-                return sorted(found, key=lambda write: write.name)
-            arguments["KeyMarker"], arguments["UploadIdMarker"] = page["NextKeyMarker"], page["NextUploadIdMarker"]
+        return sorted(found, key=lambda write: write.name)
 
     def discard(self, write: UnfinishedWrite) -> None:
         key, upload_id = write.name
-        upload = {"Bucket": self._bucket, "Key": self._prefix + key, "UploadId": upload_id}
         try:
-            self._retrying(key, lambda: self._client().abort_multipart_upload(**upload))
+            self._retrying(key, lambda: self._client().abort_multipart_upload(**self._upload(key, upload_id)))
         except _Failed as failed:
             if failed.code != "NoSuchUpload":
                 raise
 
     def _unfinished(self, key: str, upload_id: str) -> UnfinishedWrite:
-        arguments = {"Bucket": self._bucket, "Key": self._prefix + key, "UploadId": upload_id}
         size = 0
-        while True:
-            try:
-                page = self._retrying(key, lambda: self._client().list_parts(**arguments))
-            except _Failed as failed:
-                if failed.code != "NoSuchUpload":  # it has just ended
-                    raise
-                break
-            size += sum(part["Size"] for part in page.get("Parts", ()))
-            if not page.get("IsTruncated"):
-                break
-            arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
+        try:
+            for page in self._pages(key, "list_parts", self._upload(key, upload_id), "PartNumberMarker"):
+                size += sum(part["Size"] for part in page.get("Parts", ()))
+        except _Failed as failed:
+            if failed.code != "NoSuchUpload":  # it has just ended
+                raise
         return UnfinishedWrite(f"{self._where(key)}, upload {upload_id}", size, (key, upload_id))
 
     def _put_parts(self, key: str, arguments: dict[str, Any], pieces: Sequence[memoryview]) -> None:
@@ -209,7 +194,7 @@ class S3Store:
         checked = client.meta.config.request_checksum_calculation == "when_supported"
         kind = {"ChecksumAlgorithm": "CRC32"} if checked else {}
         created = self._retrying(key, lambda: client.create_multipart_upload(**arguments, **kind))
-        upload = {"Bucket": self._bucket, "Key": self._prefix + key, "UploadId": created["UploadId"]}
+        upload = self._upload(key, created["UploadId"])
 
         def send(number: int) -> dict[str, Any]:
             with self._sending:
@@ -231,6 +216,24 @@ class S3Store:
         except BaseException:
             self._give_up(key, upload)
             raise
+
+    def _pages(self, where: str, operation: str, arguments: dict[str, Any], *markers: str) -> Iterator[dict[str, Any]]:
+        """The answers of a listing; markers: arguments that say where the next one begins."""
+        arguments = dict(arguments)
+
+        def ask() -> dict[str, Any]:
+            return getattr(self._client(), operation)(**arguments)
+
+        while True:
+            page = self._retrying(where, ask)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            arguments.update({marker: page[f"Next{marker}"] for marker in markers})
+
+    def _upload(self, key: str, upload_id: str) -> dict[str, Any]:
+        """What names an upload in requests."""
+        return {"Bucket": self._bucket, "Key": self._prefix + key, "UploadId": upload_id}
 
     def _give_up(self, key: str, upload: dict[str, Any]) -> None:
         """What this cannot remove, upkeep will."""
