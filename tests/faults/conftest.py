@@ -1,4 +1,4 @@
-"""One run that was stopped by its verifier and then cured, for all tests of bad input."""
+"""One run that was stopped by its verifier and then cured, for all tests of bad input; S3 over a network that fails."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from infra import store_s3
+from infra.store import ObjectStore, open_store
 from schemas import config as run_config
 from schemas.errors import StageError
 from tasks import plan, rollout, teach, train
 from tasks.session import open_session
 from tasks.students import student_of
+from tests import s3_server
 from tests.faults.bad_input import ANSWERS, Site, copy_of, make_folder, run_apart
+from tests.s3_proxy import Proxy
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,3 +79,32 @@ def cured(stopped, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def after(request, cured, tmp_path, monkeypatch) -> Iterator[Site]:
     yield from copy_of(cured[request.param], tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_s3, "_FIRST_DELAY_SECONDS", 0.005)
+
+
+@pytest.fixture
+def proxy(s3_process: s3_server.S3Server) -> Iterator[Proxy]:
+    proxy = Proxy(s3_process.port)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def direct(s3: str) -> ObjectStore:
+    """The store without the proxy; its client is made before the environment changes."""
+    store = open_store(s3)
+    assert store.list("") == []
+    return store
+
+
+@pytest.fixture
+def lossy(direct: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    """The same store through the proxy."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    store = open_store(direct.root)
+    assert store.list("") == []
+    return store

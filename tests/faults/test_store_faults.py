@@ -1,17 +1,13 @@
 """S3 that loses answers, breaks bodies off, refuses, changes under the reader or cannot do what is needed.
 
-Faults of the network come from a small proxy in front of the real server; faults of a service come from a small
-server that answers as told.
+Faults of the network come from a proxy in front of the real server (tests/s3_proxy.py); faults of a service come from a
+small server that answers as told. Objects that are sent in parts have a file of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,101 +18,12 @@ import pytest
 from infra import store_s3
 from infra.leases import Finished, Lease, acquire, finished
 from infra.store import ObjectStore, open_store
-from infra.threads import at_once
 from schemas.errors import ConfigError, FormatError, StoreError
-from tasks import upkeep
 from tests import s3_server
+from tests.s3_proxy import Proxy
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("short_pauses")]
 BODY = bytes(range(256)) * 4096
-
-
-class Proxy:
-    """Passes bytes on between clients and a server. What is put into `faults` happens to the next answers, in order.
-
-    A fault is a number of bytes: so much of the answer is let through, then the connection is cut.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.faults: list[int] = []
-        self.before_cut: Callable[[], object] = lambda: None
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self._target))
-            asked = threading.Event()  # a request whose answer has not begun; connections are used again
-            threading.Thread(target=self._requests, args=(client, server, asked), daemon=True).start()
-            threading.Thread(target=self._answers, args=(client, server, asked), daemon=True).start()
-
-    def _requests(self, client: socket.socket, server: socket.socket, asked: threading.Event) -> None:
-        with contextlib.suppress(OSError):
-            while data := client.recv(65536):
-                if data.startswith((b"GET /", b"HEAD /", b"PUT /", b"POST /", b"DELETE /")):
-                    asked.set()
-                server.sendall(data)
-        self._cut(client, server)
-
-    def _answers(self, client: socket.socket, server: socket.socket, asked: threading.Event) -> None:
-        allowed: int | None = None
-        with contextlib.suppress(OSError):
-            while data := server.recv(65536):
-                if not data.startswith(b"HTTP/1.1 100") and asked.is_set():
-                    asked.clear()
-                    allowed = self.faults.pop(0) if self.faults else None
-                if allowed is not None:
-                    data, allowed = data[:allowed], allowed - len(data[:allowed])
-                client.sendall(data)
-                if allowed == 0:
-                    self.before_cut()
-                    break
-        self._cut(client, server)
-
-    @staticmethod
-    def _cut(*sockets: socket.socket) -> None:
-        for end in sockets:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_s3, "_FIRST_DELAY_SECONDS", 0.005)
-
-
-@pytest.fixture
-def proxy(s3_process: s3_server.S3Server) -> Iterator[Proxy]:
-    proxy = Proxy(s3_process.port)
-    yield proxy
-    proxy.close()
-
-
-@pytest.fixture
-def direct(s3: str) -> ObjectStore:
-    """The store without the proxy; its client is made before the environment changes."""
-    store = open_store(s3)
-    assert store.list("") == []
-    return store
-
-
-@pytest.fixture
-def lossy(direct: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """The same store through the proxy."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-    store = open_store(direct.root)
-    assert store.list("") == []
-    return store
 
 
 @pytest.mark.parametrize("lost", [1, 3])
@@ -216,186 +123,6 @@ def test_leases_hold_when_every_answer_is_lost_once(lossy: ObjectStore, direct: 
         lease.finish({"rows": operation})
         assert finished(direct, owned) == Finished(2, {"rows": operation})
         proxy.faults = []
-
-
-MIB = 1 << 20
-_UPLOADER = """
-import sys
-from infra import store_s3
-from infra.store import open_store
-store_s3._SINGLE_BYTES, store_s3.PART_BYTES, store_s3.PARTS_AT_ONCE = 6 << 20, 5 << 20, 1
-store = open_store(sys.argv[1])
-client = store._client()
-send = client.upload_part
-def sending(**arguments):
-    answer = send(**arguments)
-    print(flush=True)
-    if arguments["PartNumber"] == int(sys.argv[2]):
-        sys.stdin.read()
-    return answer
-client.upload_part = sending
-complete = client.complete_multipart_upload
-def completing(**arguments):
-    print(flush=True)
-    sys.stdin.read()
-    return complete(**arguments)
-client.complete_multipart_upload = completing
-store.put("runs/r/large", bytes(17 << 20))
-"""
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_s3, "_SINGLE_BYTES", 6 * MIB)
-    monkeypatch.setattr(store_s3, "PART_BYTES", 5 * MIB)
-
-
-@pytest.mark.parametrize("parts", [1, 3, 4, 5])
-def test_a_writer_that_is_killed_leaves_an_upload_that_upkeep_ends(direct: ObjectStore, parts: int):
-    """After `parts` of its four parts, or before the object is complete."""
-    direct.put("runs/r/large", b"old")
-    uploader = subprocess.Popen([sys.executable, "-c", _UPLOADER, direct.root, str(parts)],
-                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    assert uploader.stdout is not None
-    for _ in range(parts):
-        assert uploader.stdout.readline()
-    uploader.kill()
-    uploader.wait()
-    assert direct.get("runs/r/large") == b"old"
-    assert direct.list("") == ["runs/r/large"]
-    sent = min(17, 5 * min(parts, 4)) * MIB
-    (left,) = direct.unfinished_writes(0.0)
-    assert left.size_bytes == sent
-    assert "runs/r/large" in left.where
-    assert direct.unfinished_writes(3600.0) == []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(upkeep, "STALE_SECONDS", 0.0)
-        for dry_run in (True, False):
-            (line,) = (x for x in upkeep.upkeep(direct.root, dry_run=dry_run) if x.what == "unfinished writes")
-            assert (line.num_objects, line.num_bytes) == (1, sent)
-    assert direct.unfinished_writes(0.0) == []
-    direct.discard(left)
-    assert direct.get("runs/r/large") == b"old"
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_unfinished_writes_of_another_root_are_not_seen(direct: ObjectStore):
-    client, prefix = boto3.client("s3"), direct.root.removeprefix(f"s3://{s3_server.BUCKET}/")
-    uploads = [
-        client.create_multipart_upload(Bucket=s3_server.BUCKET, Key=key)
-        for key in (f"{prefix}x/k", f"{prefix}/b", f"{prefix}/a")
-    ]
-    assert [write.name[0] for write in direct.unfinished_writes(0.0)] == ["a", "b"]
-    for upload in uploads:
-        client.abort_multipart_upload(Bucket=s3_server.BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
-
-
-def test_more_unfinished_writes_than_a_page_are_all_seen(direct: ObjectStore):
-    """Two of one key at the page's end, and parts of another."""
-    client, prefix = boto3.client("s3"), direct.root.removeprefix(f"s3://{s3_server.BUCKET}/")
-    names = sorted([f"k{number:04}" for number in range(1003)] + ["k0999"])
-    for name in names:
-        upload = client.create_multipart_upload(Bucket=s3_server.BUCKET, Key=f"{prefix}/{name}")
-    for number in (1, 2):
-        client.upload_part(
-            Bucket=s3_server.BUCKET, Key=upload["Key"], UploadId=upload["UploadId"], PartNumber=number, Body=b"abc"
-        )
-    found = direct.unfinished_writes(0.0)
-    assert [write.name[0] for write in found] == names
-    assert [write.size_bytes for write in found] == [0] * 1003 + [6]
-    at_once(direct.discard, found, 8)
-    assert direct.unfinished_writes(0.0) == []
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_lost_answers_of_a_large_put_cost_neither_the_object_nor_a_part(
-    lossy: ObjectStore, direct: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-):
-    """Of the first request, each part, and the one that makes the object."""
-    monkeypatch.setattr(store_s3, "PARTS_AT_ONCE", 1)
-    data = os.urandom(12 * MIB)
-    for operation in range(5):
-        proxy.faults = [10**9] * operation + [0]
-        lossy.put(f"k{operation}", data)
-        assert proxy.faults == []
-        assert direct.get(f"k{operation}") == data
-    left = direct.unfinished_writes(0.0)
-    assert [write.name[0] for write in left] in ([], ["k0"])  # its first name was never heard
-    for write in left:
-        direct.discard(write)
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_a_large_put_that_is_superseded_does_not_pass_for_its_own(direct: ObjectStore, monkeypatch: pytest.MonkeyPatch):
-    """Its upload is ended from outside, as upkeep would, after another wrote the key."""
-    assert isinstance(direct, store_s3.S3Store)
-    client = direct._client()
-    complete = client.complete_multipart_upload
-
-    def completing(**arguments):
-        client.put_object(Bucket=arguments["Bucket"], Key=arguments["Key"], Body=b"other", Metadata={"opd-write": "x"})
-        for write in direct.unfinished_writes(0.0):
-            direct.discard(write)
-        return complete(**arguments)
-
-    monkeypatch.setattr(client, "complete_multipart_upload", completing)
-    with pytest.raises(StoreError, match="NoSuchUpload"):
-        direct.put("k", bytes(12 * MIB))
-    assert direct.get("k") == b"other"
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_a_large_put_that_fails_leaves_nothing(direct: ObjectStore, monkeypatch: pytest.MonkeyPatch):
-    assert isinstance(direct, store_s3.S3Store)
-    client = direct._client()
-    send = client.upload_part
-
-    def sending(**arguments):
-        return send(**arguments | ({"UploadId": "none"} if arguments["PartNumber"] == 3 else {}))
-
-    monkeypatch.setattr(client, "upload_part", sending)
-    with pytest.raises(StoreError, match="NoSuchUpload"):
-        direct.put("k", bytes(22 * MIB))
-    assert direct.list("") == []
-    assert direct.unfinished_writes(0.0) == []
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_only_put_without_a_condition_is_sent_in_parts(direct: ObjectStore, monkeypatch: pytest.MonkeyPatch):
-    assert isinstance(direct, store_s3.S3Store)
-    monkeypatch.setattr(direct._client(), "create_multipart_upload", None)
-    assert direct.put_if_absent("k", bytes(12 * MIB))
-    assert not direct.put_if_absent("k", bytes(12 * MIB))
-    with pytest.raises(TypeError):
-        direct.put("k", bytes(12 * MIB))
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_parts_in_memory_are_few_whatever_is_written_at_once(direct: ObjectStore, monkeypatch: pytest.MonkeyPatch):
-    assert isinstance(direct, store_s3.S3Store)
-    monkeypatch.setattr(direct, "_sending", threading.BoundedSemaphore(2))
-    cut, lock, counts = store_s3._cut, threading.Lock(), [0, 0]
-    client = direct._client()
-    send = client.upload_part
-
-    def cutting(*arguments):
-        with lock:
-            counts[0] += 1
-            counts[1] = max(counts)
-        return cut(*arguments)
-
-    def sending(**arguments):
-        answer = send(**arguments)
-        with lock:
-            counts[0] -= 1
-        return answer
-
-    monkeypatch.setattr(store_s3, "_cut", cutting)
-    monkeypatch.setattr(client, "upload_part", sending)
-    data = os.urandom(12 * MIB)
-    at_once(lambda i: direct.put(f"k{i}", data), range(4), 4)
-    assert counts == [0, 2]
-    assert all(direct.get(f"k{i}") == data for i in range(4))
 
 
 def every_call(store: ObjectStore) -> list[Callable[[], object]]:
