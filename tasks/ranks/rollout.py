@@ -15,7 +15,6 @@ import functools
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -28,31 +27,29 @@ import numpy as np
 import torch
 
 from infra import leases
-from infra.store import ObjectStore, open_store, read_parts
-from infra.threads import at_once
+from infra.store import ObjectStore, open_store
 from ml.device import observed, rank_device
 from ml.model import Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
-from ml.rollout.spill import KvLayout, SpilledKv, decode_kv
+from ml.rollout.spill import KvLayout, SpilledKv
 from ml.rollout.together import dismiss
 from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_format import Spill, prompt_digest
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, recover, segments_of
 from schemas import keys
-from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError, StoreError
+from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, StoreError
 from tasks.ranks.process import Say, run_rank, say
 from tasks.ranks.rollout_results import Response, publish
 from tasks.ranks.shared_student import load_student
+from tasks.ranks.spills import put_in_time, read_spills
 from tasks.rewards import Rewarder
 from tasks.wal import local_log, stored_segments
 
 _REPORT_SECONDS = 0.25
 #: How the finish record of a trajectory that was given up begins; the rest says why.
 _ERROR = "error: "
-#: Spills that are read at once.
-_SPILLS_AT_ONCE = 8
 #: From the last seal to the end of the process: the lease is released, Python ends.
 _EXIT_SECONDS = 1.0
 
@@ -95,27 +92,6 @@ class Resumed:
     @property
     def rebuilds(self) -> bool:
         return self.kv is None and len(self.logged.ids) > 0
-
-
-def _put_in_time(store: ObjectStore, key: str, parts: list[memoryview], deadline: float) -> bool:
-    """False when the object was not whole in the store by `deadline` (time.monotonic()); the upload is then given up.
-
-    It ends with the process, and leaves no object or one that no record names.
-    """
-    failure: list[Exception] = []
-
-    def put() -> None:
-        try:
-            store.put(key, parts)
-        except Exception as error:
-            failure.append(error)
-
-    upload = threading.Thread(target=put, name=f"spill {key}", daemon=True)
-    upload.start()
-    upload.join(max(0.0, deadline - time.monotonic()))
-    if failure:
-        raise failure[0]
-    return not upload.is_alive()
 
 
 def newest_log(
@@ -328,14 +304,11 @@ class Partition:
         layout = KvLayout.of(self.worker.model, self.work["student"]["digest"])
         prompts = {r["trajectory_id"]: r["prompt_ids"] for r in self.requests}
 
-        def read(t: LoggedTrajectory) -> SpilledKv | FormatError | ContractError:
-            try:
-                return _read_spill(self.store, t, layout, [*prompts[t.trajectory_id], *t.ids.tolist()])
-            except (FormatError, ContractError) as error:
-                return error
+        def token_ids(t: LoggedTrajectory) -> list[int]:
+            return [*prompts[t.trajectory_id], *t.ids.tolist()]
 
         found = {}
-        for t, kv in zip(spilled, at_once(read, spilled, _SPILLS_AT_ONCE), strict=True):
+        for t, kv in zip(spilled, read_spills(self.store, spilled, token_ids, layout), strict=True):
             if not isinstance(kv, SpilledKv):
                 # Not an error of the run: the log has the tokens, so the KV is computed again, and counted as rebuilt.
                 self.worker.say("kv_refused", partition=self.index, trajectory_id=t.trajectory_id, text=str(kv))
@@ -404,7 +377,7 @@ class Partition:
 
         def write(name: str, parts: list[memoryview]) -> bool:
             try:
-                return _put_in_time(self.store, key(name), parts, deadline)
+                return put_in_time(self.store, key(name), parts, deadline)
             except StoreError as error:  # the log has the tokens, and the store may have no room
                 refused[name] = error
                 return False
@@ -443,19 +416,6 @@ class Partition:
             )  # fmt: skip
             self.worker.say("progress", partition=self.index, done=len(responses), total=len(self.requests),
                             unit="trajectories")  # fmt: skip
-
-
-def _read_spill(store: ObjectStore, t: LoggedTrajectory, layout: KvLayout, token_ids: list[int]) -> SpilledKv:
-    """KV of the trajectory's spill record. Raises FormatError or ContractError for what must not be used."""
-    assert t.spill is not None
-    key, info = t.spill.key, store.head(t.spill.key)
-    if info is None or info.size_bytes != t.spill.size_bytes:
-        raise FormatError(key, expected=f"spilled KV of {t.spill.size_bytes} bytes",
-                          found="no such object" if info is None else f"{info.size_bytes} bytes")  # fmt: skip
-    data = read_parts(store, key, t.spill.size_bytes)
-    if keys.digest_bytes(data) != t.spill.digest.hex():
-        raise FormatError(key, expected=f"SHA-256 {t.spill.digest.hex()}", found="other bytes")
-    return decode_kv(data, key, layout, t.trajectory_id, token_ids)
 
 
 def _logged_responses(log: Recovered | None) -> dict[str, Response]:
