@@ -116,9 +116,12 @@ class RankProcess:
             return str(self.error.get("text", self.error))
         returned = self._process.returncode
         how = f"exit status {returned}" if returned >= 0 else f"signal {signal.Signals(-returned).name}"
-        with open(self.log_path, "rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            tail = log.read().decode("utf-8", "replace").strip()
+        try:
+            with open(self.log_path, "rb") as log:
+                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                tail = log.read().decode("utf-8", "replace").strip()
+        except OSError as error:  # how it ended is the news, not that its log is gone
+            tail = f"which cannot be read: {error.strerror}"
         return f"rank {self.rank} ended with {how}; log {self.log_path}" + (f"\n{tail}" if tail else "")
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -131,7 +134,7 @@ class RankProcess:
             while line := stdout.readline(_LINE_BYTES):
                 message = _message(line)
                 if message is None:
-                    self._log.write(line)
+                    self._note(line)
                 elif self._callback_error is None:
                     self._hear(message)
 
@@ -141,9 +144,14 @@ class RankProcess:
         try:
             self._on_message(self.rank, message)
         except Exception as error:
-            self._log.write(traceback.format_exc().encode())
             self._callback_error = error
             self.send(signal.SIGKILL)
+            self._note(traceback.format_exc().encode())
+
+    def _note(self, text: bytes) -> None:
+        # A disk with no room for the log is no reason to lose messages, which the rank may end with.
+        with contextlib.suppress(OSError):
+            self._log.write(text)
 
     def _await_end(self) -> None:
         # Until it is reaped the rank's id is nobody else's, so the rest of its group can be killed by it.

@@ -46,6 +46,8 @@ _STATE = struct.Struct("<I")
 _READY, _RELEASED = 1, 2
 _FETCH_THREADS = 4  # ranges of one frame read at once: latency of a remote store, not bandwidth, is what they hide
 _TOKEN_CACHE_BYTES = 64 << 20
+#: Of the file that says what the fetcher died of: seven parts, each cut there, at twelve bytes a character at most.
+_ERROR_BYTES, _PART_CHARACTERS = 128 << 10, 1500
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class NodeLoader:
         try:
             self._ring = _allocate(self.folder / "ring", capacity)
             self._records = _allocate(self.folder / "records", max(1, len(frames)) * _RECORD_BYTES)
+            # Room for why the fetcher dies, which may be that there is no more room.
+            _allocate(_unfinished(self.folder / "error"), _ERROR_BYTES).close()
         except BaseException:
             self._remove()
             raise
@@ -437,9 +441,15 @@ def _write_error(path: Path, error: BaseException) -> None:
     if isinstance(error, OpdError):
         parts |= {"where": error.where, "expected": error.expected, "found": error.found, "safe": error.safe}
         parts |= {"next_command": error.next_command}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(parts))
-    temporary.rename(path)
+    text = json.dumps({name: part[:_PART_CHARACTERS] for name, part in parts.items()}).encode()
+    with open(os.open(_unfinished(path), os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(text)
+        file.truncate()
+    _unfinished(path).rename(path)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_suffix(".tmp")
 
 
 def _raise_error(path: Path) -> None:

@@ -261,6 +261,41 @@ def test_a_module_that_does_not_exist_is_a_failure_with_its_reason(tmp_path: Pat
     assert "no_such_module_here" in process.describe()
 
 
+def test_a_full_log_disk_loses_neither_messages_nor_how_it_ended(tmp_path: Path):
+    site = Site(
+        tmp_path,
+        """
+        print("words " * 9999)
+        say(event="progress", done=1)
+        say(event="error", kind="store error", text="store error: the cause")
+        sys.exit(4)
+        """,
+    )
+    site.logs.mkdir()
+    (site.logs / "w0.log").symlink_to("/dev/full")
+    process = site.start()
+    assert process.wait(60)
+    assert [message["event"] for _, message in site.said] == ["progress", "error"]
+    assert (process.status, process.describe()) == (4, "store error: the cause")
+
+
+def test_a_callback_that_fails_is_raised_though_the_log_is_full_or_gone(tmp_path: Path):
+    site = Site(tmp_path, PREEMPTIBLE)
+    site.logs.mkdir()
+    (site.logs / "w0.log").symlink_to("/dev/full")
+
+    def hear(_rank: int, _message: dict[str, Any]) -> None:
+        raise KeyError("callback")
+
+    process = site.start(hear)
+    assert process.wait(60)
+    with pytest.raises(KeyError, match="callback"):
+        _ = process.status
+    (site.logs / "w0.log").unlink()
+    assert "signal SIGKILL" in process.describe()
+    assert "cannot be read" in process.describe()
+
+
 def test_a_log_that_cannot_be_written_is_a_store_error_and_no_rank_runs_on(tmp_path: Path):
     site = Site(tmp_path, PREEMPTIBLE)
     (site.logs / "rank1.log").mkdir(parents=True)

@@ -310,6 +310,12 @@ import torch
 from tests.ml.test_loader import frames_of, small_plan, small_world
 from ml.train.loader import NodeLoader
 world = small_world()
+read, reads = world.blobs.get_range, []
+def read_the_first_frame(*part):
+    reads.append(part)
+    time.sleep(60 if len(reads) > 2 else 0)
+    return read(*part)
+world.blobs.get_range = read_the_first_frame
 loader = NodeLoader(frames_of(world, small_plan(world), 1), world.blobs, ranks=1, loader_bytes=40_000, job_id="dies",
                     root=Path(sys.argv[1]))
 print(loader.folder, flush=True)
@@ -337,7 +343,7 @@ def test_a_killed_owner_is_noticed_and_its_memory_reaped_by_the_next(tmp_path):
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     assert list(before) == []
-    # The first frame was still held, and the ring has no room for all the others: they can never come.
+    # What was not read can never come.
     with pytest.raises(StoreError, match="its lock free"):
         read_all(batches, plan)
     assert folder.exists()
@@ -372,5 +378,16 @@ def test_damage_inside_the_ring_is_refused(tmp_path):
 
 
 def test_the_error_file_is_whole_json(tmp_path):
-    loader_module._write_error(tmp_path / "error", ContractError("here", expected="a", found="b"))
+    loader_module._write_error(tmp_path / "error", ContractError("here", expected="\U0001f600" * 99_999, found="b"))
     assert json.loads((tmp_path / "error").read_text())["where"] == "here"
+    assert (tmp_path / "error").stat().st_size < loader_module._ERROR_BYTES
+
+
+def test_shared_memory_that_is_full_has_room_for_the_reason(tmp_path):
+    """Else a fetcher that dies of it could tell nobody, and the ranks would wait for ever."""
+    world = small_world()
+    loader = NodeLoader(frames_of(world, small_plan(world), 1), world.blobs, ranks=1, loader_bytes=1 << 20, job_id="x",
+                        root=tmp_path)  # fmt: skip
+    reserved = (loader.folder / "error.tmp").stat().st_blocks * 512
+    loader.close()
+    assert reserved >= loader_module._ERROR_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import time
 from pathlib import Path
@@ -15,7 +16,9 @@ from infra.leases import finished
 from infra.store import open_store
 from ml.model_files import model_digest
 from ml.train.state import load_state
+from schemas.errors import StoreError
 from schemas.rows import CHECKPOINTS, METRICS
+from tasks.ranks.train import _put_file as put_file
 from tests.tiny import tiny_model
 from tests.train_site import (
     OWNED,
@@ -182,6 +185,18 @@ def test_two_ranks_of_the_next_iteration_go_on_with_the_optimizer(base, straight
         assert two["value"] == pytest.approx(one["value"], rel=1e-3), two["name"]
     losses = [r["value"] for r in rows_of(work) if r["name"] == "loss"]
     assert losses[0] < [r["value"] for r in rows_of(straight[0]) if r["name"] == "loss"][1]
+
+
+def test_an_upload_that_the_store_refuses_keeps_its_own_error(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, whole[1]))  # as a disk that is full
+    try:
+        with pytest.raises(StoreError) as caught:
+            put_file(open_store(str(tmp_path / "data")), "export/model.safetensors", tmp_path / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+    assert caught.value.expected == "room for the object"
 
 
 def test_damage_ends_with_its_own_status_and_an_error_event(base):
