@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.prompts import gym
+from tasks.gym_scores import gym
 
 STUDENT, TUNED = "smollm2-135m-instruct", "smollm2-135m-tuned"
 _EXAMPLES = 96

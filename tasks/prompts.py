@@ -13,8 +13,9 @@ from typing import Any
 from schemas import keys
 from schemas.config import GymDataset, PromptFile, RunConfig
 from schemas.errors import ConfigError
+from tasks.gym_scores import gym
 from tasks.prompt_files import file_rows, file_source
-from tasks.verifiers import GYM_VERIFIER, gym
+from tasks.verifiers import GYM_VERIFIER
 
 
 def _gym_rows(dataset: GymDataset, seed: int) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Rewards: a prompt's verifier applied to a response, computed in rollout before its row is committed.
 
-Verifiers run in a child process (tasks.verifiers) that is killed when a call takes too long. A call that raises,
+Verifiers run in a child process (tasks.verifier_calls) that is killed when a call takes too long. A call that raises,
 ends its process, takes too long or gives no finite number has failed: the worker stops, with every response in its
 log, unless the configuration allows that many failures a partition; then the reward is null and the failure counted.
 """
@@ -85,7 +85,7 @@ class VerifierProcess:
         environment = os.environ | {"PYTHONHASHSEED": "0"}
         try:
             return subprocess.Popen(
-                [sys.executable, "-m", "tasks.verifiers"], bufsize=0, env=environment,
+                [sys.executable, "-m", "tasks.verifier_calls"], bufsize=0, env=environment,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
         except OSError as error:

@@ -1,163 +1,36 @@
-"""Verifiers, and the process that calls them: `python -m tasks.verifiers`, one a rollout worker (tasks.rewards).
+"""Verifiers by name: the function behind one, and a digest of what decides its values.
 
 A verifier is a shipped name or `package.module:function`, called with (response text, prompt row) and returning a
-number. It runs apart from the worker because nothing else can end a call that never returns.
-
-    stdin   {"load": NAME} or {"call": NAME, "text": ..., "prompt": {...}}, one a line
-    stdout  {"value": x}, {"missing": why} or {"failed": why}, one a line; what a verifier prints goes to stderr
+number, by a process of its own (tasks.verifier_calls).
 """
 
 from __future__ import annotations
 
-import ctypes
+import ast
 import functools
 import importlib
-import json
-import math
+import importlib.metadata
 import os
-import random
-import re
-import signal
 import sys
-import traceback
-import warnings
-from collections.abc import Callable
-from decimal import Decimal
-from types import ModuleType
+import sysconfig
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any, cast
 
-from schemas.errors import ConfigError, OpdError
+from schemas import keys
+from schemas.errors import ConfigError
+from tasks import gym_scores
 
 GYM_VERIFIER = "reasoning_gym"
-_PR_SET_PDEATHSIG = 1
 Verifier = Callable[[str, dict[str, Any]], float]
-#: What stands before an answer in a line. All that follows is the answer.
-_PHRASE = re.compile(r"\banswer\s*:|\b(?:is|equals|equal to)\b:?|(?<![!<>:=])=(?!=)", re.IGNORECASE)
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
-#: Emphasis, quotes and mathematical brackets around an answer.
-_DECORATION = re.compile(r"^(?:[\s*`\"'$]|\\[(\[])+|(?:[\s*`\"'$]|\\[)\]])+$")
-_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
-
-
-@functools.cache
-def gym() -> ModuleType:
-    """reasoning-gym, without the syntax warnings of what it imports. Raises ConfigError when it is not installed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise ConfigError("prompts", expected="package reasoning-gym (extra: demo)", found=str(error)) from error
-
-
-@functools.cache
-def _gym_dataset(name: str):
-    return gym().create_dataset(name, size=1, seed=0)
-
-
-def _candidates(text: str) -> list[str]:
-    """Ways to read the answer that a response ends with.
-
-    Of the last <answer> or \\boxed{}, else of the response: all of it, its last line, and what follows an answer phrase
-    of that line, each with and without decoration. All reach to the end, so "12 or 13" is not 12.
-    """
-    for marked in (_TAGGED, _BOXED):
-        if found := marked.findall(text):
-            text = found[-1]
-    lines = [line for line in text.splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].rstrip().endswith(":"):
-        lines = lines[1:]
-    read = ["\n".join(lines), *lines[-1:], *(line[at.end() :] for line in lines[-1:] for at in _PHRASE.finditer(line))]
-    bare = [_DECORATION.sub("", candidate) for candidate in read]
-    plain = [_DECORATION.sub("", candidate.removesuffix(".")) for candidate in bare]
-    return list(dict.fromkeys(candidate.strip() for candidate in read + bare + plain if candidate.strip()))
-
-
-def _equal(found: str, expected: str) -> bool:
-    """As text but for white space, or as decimal numbers."""
-    if _NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected.strip()):
-        return Decimal(found.replace(",", "")) == Decimal(expected.replace(",", ""))
-    return found.split() == expected.split()
-
-
-def _form(pattern: str) -> Callable[[str, dict[str, Any]], bool]:
-    compiled = re.compile(pattern, re.ASCII | re.DOTALL)
-    return lambda found, _entry: compiled.fullmatch(found) is not None
-
-
-def _makes_24(found: str, entry: dict[str, Any]) -> bool:
-    """With each given number once. `found` holds digits and operators alone."""
-    import sympy
-
-    numbers = sorted(int(number) for number in re.findall(r"\d+", found))
-    return numbers == sorted(entry["metadata"]["numbers"]) and sympy.parse_expr(found) == 24
-
-
-def _as_many(separator: str | None) -> Callable[[str, dict[str, Any]], bool]:
-    return lambda found, entry: len(found.split(separator)) == len(entry["answer"].split(separator))
-
-
-_ARITHMETIC = _form(r"[\d\s+*/()-]+")
-_EXPRESSION = _form(r"(?!.*\b(?:and|else|for|if|in|is|lambda|not|or)\b)[\w\s+*/^().-]+")
-#: What an answer must look like for a full score by a data set's own scorer, where that passes over what it cannot
-#: read: it finds the right answer in "UURD or LLD", in the first of two, or in any text at all.
-_LENIENT: dict[str, Callable[[str, dict[str, Any]], bool]] = {
-    "advanced_geometry": _form(r"\(?\s*-?[\d.]+\s*,\s*-?[\d.]+\s*\)?|-?[\d.]+\s*\u00b0?"),
-    "countdown": _ARITHMETIC,
-    "cryptarithm": _form(r"(?!.*\b(\w)\s*=.*\b\1\s*=)[\w\s=,]+"),
-    "fraction_simplification": _form(r"\$?\s*(?:\\d?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+)\s*\$?"),
-    "game_of_life_halting": lambda _found, _entry: False,
-    "gsm_symbolic": _form(r"\d+(?:\.\d+)?"),
-    "intermediate_integration": _EXPRESSION,
-    "kakurasu": _form(r"[01\s]+"),
-    "knights_knaves": _form(r"\w+ is an? \w+(?:(?:,| and|, and) \w+ is an? \w+)*\.?"),
-    "letter_jumble": _as_many(None),
-    "polynomial_equations": _as_many(","),
-    "polynomial_multiplication": _EXPRESSION,
-    "puzzle24": lambda found, entry: _ARITHMETIC(found, entry) and _makes_24(found, entry),
-    "quantum_lock": _form(r"[A-Ca-c](?:[\s,>\u2192-]+[A-Ca-c])*"),
-    "rush_hour": _form(r"[A-Z][+-]\d+(?:[\s,]+[A-Z][+-]\d+)*"),
-    "simple_integration": _EXPRESSION,
-    "sokoban": _form(r"[DLRU]+"),
-    "survo": _form(r"[\d\s]+"),
-    "time_intervals": _form(r"\d+(?: days?)?|(?:\d+ days?, )?\d+:\d\d(?::\d\d(?:\.\d+)?)?"),
-    "tower_of_hanoi": _form(r"Move disk \d+ from Peg \d+ to Peg \d+(?:\s+Move disk \d+ from Peg \d+ to Peg \d+)*"),
-    "word_sorting": _as_many(","),
-}
-
-
-def _score(name: str, found: str, entry: dict[str, Any], expected: str | None) -> float:
-    """expected: None where the data set knows no answer and only its scorer can tell."""
-    if expected is not None and _equal(found, expected):
-        return 1.0
-    try:
-        score = float(_gym_dataset(name).score_answer(found, entry))
-    except ValueError:  # of scorers that take every text for numbers
-        return 0.0
-    several = "," in found and not _NUMBER.fullmatch(found)
-    if score >= 1.0 and several and expected is not None and _NUMBER.fullmatch(expected):
-        return 0.0  # scorers that leave commas out take 1,2 for 12
-    if score >= 1.0 and name in _LENIENT and not _LENIENT[name](found, entry):
-        return 0.0
-    return score
-
-
-def _reasoning_gym(text: str, prompt: dict[str, Any]) -> float:
-    """1 for the right answer; for another one what the data set's scorer gives it, which may be a part of 1."""
-    context = json.loads(prompt["context"])
-    name, entry = context["dataset"], context["entry"]
-    expected = None if entry["answer"] is None else prompt["answer"]
-    return max((_score(name, found, entry, expected) for found in _candidates(text)), default=0.0)
-
-
-SHIPPED: dict[str, Verifier] = {GYM_VERIFIER: _reasoning_gym}
+SHIPPED: dict[str, Verifier] = {GYM_VERIFIER: gym_scores.score_response}
 
 
 def load(name: str) -> Verifier:
     """The function behind a verifier's name. Raises LookupError that says what is missing; user code may raise too."""
     if name in SHIPPED:
-        gym()
+        gym_scores.gym()
         return SHIPPED[name]
     module, _, function = name.partition(":")
     if not module or not function:
@@ -171,35 +44,104 @@ def load(name: str) -> Verifier:
     raise LookupError(f"{name!r} is a {type(found).__name__}")
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def source_digest(name: str) -> str:
+    """SHA-256, in hexadecimal, of what decides a verifier's values.
+
+    Of a module of the user's: the bytes of its file and of all files outside installed packages that it imports, by
+    the import statements in them, and name and version of the packages that these import. Of a module of an
+    installed package: the package's name and version. Modules are looked for where the verifier's process does, in
+    the working directory and then on sys.path, and are read, never run. Raises ConfigError for a module that is not
+    there and a name without a module.
+    """
+    if name == GYM_VERIFIER:
+        found = {"gym_scores": keys.digest_bytes(Path(gym_scores.__file__).read_bytes())}
+        return keys.digest(found | {"reasoning_gym": _version(name, "reasoning_gym")})
+    module, _, function = name.partition(":")
+    found = {}
+    pending = [module]
+    while pending:
+        current = pending.pop()
+        for part in _with_parents(current):
+            if part in found:
+                continue
+            spec = _spec(part)
+            if spec is None:
+                if part == module or (module + ".").startswith(part + "."):
+                    raise ConfigError(
+                        f"verifier {name!r}", expected="package.module:function with a module that can be found",
+                        found=f"no module {part!r}",
+                        next_command="the module's folder belongs on PYTHONPATH or is the working directory",
+                    )  # fmt: skip
+                break  # an import statement may name a function of its module, or a package that is not there
+            kind, value = _content(name, part, spec)
+            found[part] = value
+            if kind == "file" and spec.origin and spec.origin.endswith(".py"):
+                pending += _imports(Path(spec.origin).read_bytes(), part, spec.submodule_search_locations is not None)
+            if kind != "file":
+                break
+    return keys.digest({"function": function, "modules": {part: value for part, value in found.items() if value}})
+
+
+def _with_parents(module: str) -> list[str]:
+    """a.b.c -> a, a.b, a.b.c: importing the last one runs them all."""
+    parts = module.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """As the import system would find it, without running the packages around it."""
+    if module in sys.builtin_module_names:
+        return ModuleSpec(module, None, origin="built-in")
+    spec, path = None, [os.getcwd(), *sys.path]
+    for part in _with_parents(module):
+        if not part.rpartition(".")[2].isidentifier():
+            return None
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def _content(name: str, module: str, spec: ModuleSpec) -> tuple[str, str]:
+    """(kind, what stands for the module in the digest); of the standard library and folders without a file nothing."""
+    if spec.origin is None:
+        return "file", ""
+    folders = sysconfig.get_paths()
+    path = Path(spec.origin).resolve()
+    top = module.partition(".")[0]
+    if any(path.is_relative_to(Path(folders[f]).resolve()) for f in ("purelib", "platlib")):
+        return "package", _version(name, top)
+    if top in sys.stdlib_module_names:
+        return "standard library", ""
+    return "file", keys.digest_bytes(path.read_bytes())
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    return {package: sorted(set(names)) for package, names in importlib.metadata.packages_distributions().items()}
+
+
+def _version(name: str, package: str) -> str:
+    distributions = _distributions().get(package)
+    if not distributions:
+        raise ConfigError(f"verifier {name!r}", expected=f"an installed package {package}", found="none with a version")
+    return ", ".join(f"{d} {importlib.metadata.version(d)}" for d in distributions)
+
+
+def _imports(source: bytes, module: str, is_package: bool) -> Iterator[str]:
+    """Modules that import statements anywhere in a source may name."""
     try:
-        if "load" in request:
-            load(request["load"])
-            return {"value": 0.0}
-        # A verifier that draws lots draws the same ones when the response is scored again.
-        random.seed(request["prompt"]["prompt_id"])
-        value = float(load(request["call"])(request["text"], request["prompt"]))
-    except (LookupError, OpdError) as error:
-        if "load" in request:
-            return {"missing": str(error).replace("\n", "; ")}
-        return {"failed": repr(error)}
-    except Exception as error:
-        if "call" in request:
-            traceback.print_exc()  # into the worker's log, where the user's code can be found at fault
-        return {"failed": repr(error)[:300]}
-    return {"value": value} if math.isfinite(value) else {"failed": f"{value}, which is not finite"}
-
-
-def main() -> None:
-    if sys.platform == "linux":
-        # The end of stdin is not enough: a verifier that never returns would outlive its worker.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for line in sys.stdin:
-        answers.write(json.dumps(_answer(json.loads(line))) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return  # calling the verifier will say so
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
