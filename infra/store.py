@@ -15,23 +15,29 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
+import threading
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from infra.threads import at_once
 from schemas.errors import ConfigError, StoreError
 
+_T = TypeVar("_T")
 _TMP = ".tmp"
 Data = bytes | bytearray | memoryview
 #: Of a large object: what one request reads or writes.
 PART_BYTES = 32 << 20
 #: Requests for parts of one object at once: a connection to S3 has a tenth of what a host can take.
 PARTS_AT_ONCE = 8
+#: Of one view by `within`: calls that hang after they were given up, before the next ones are not even begun.
+_CALLS_GIVEN_UP = 8
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,23 @@ class ObjectStore(Protocol):
         """Remove what it left; no error if it is gone. A writer that still lives fails, and leaves no object."""
         ...
 
+    def within(self, seconds: float) -> ObjectStore:
+        """The same store, each call of which ends within so many seconds, by a StoreError if need be.
+
+        It has a client of its own and a fresh connection for each try, so that neither a forgotten connection nor the
+        calls of this store hold it up. A write that was given up may still happen.
+        """
+        ...
+
+
+_patience_seconds = 300.0
+
+
+def set_patience(seconds: float) -> None:
+    """How long the calls of this process's stores, of those opened from now on, try when the store does not answer."""
+    global _patience_seconds
+    _patience_seconds = seconds
+
 
 def open_store(root: str) -> ObjectStore:
     """The store at `root`: a local folder, or `s3://BUCKET/PREFIX`.
@@ -110,7 +133,71 @@ def open_store(root: str) -> ObjectStore:
         raise ConfigError("root of the object store", expected="a folder or s3://BUCKET/PREFIX", found=repr(root))
     from infra.store_s3 import S3Store  # boto3 costs a third of a second, which local runs need not pay
 
-    return S3Store(bucket, prefix.strip("/"))
+    return S3Store(bucket, prefix.strip("/"), _patience_seconds)
+
+
+class InTime:
+    """A store whose calls end in time, whatever they wait for: a server, a name service, a file system that hangs."""
+
+    def __init__(self, store: ObjectStore, seconds: float) -> None:
+        self.root = store.root
+        self._store, self._seconds = store, seconds
+        # Calls that were given up hold a thread until what they wait for ends; a store that hangs must not take all.
+        self._slots = threading.BoundedSemaphore(_CALLS_GIVEN_UP)
+
+    def get(self, key: str) -> bytes:
+        return self._in_time(key, lambda: self._store.get(key))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._in_time(key, lambda: self._store.get_range(key, start, length))
+
+    def put(self, key: str, data: Data | Sequence[Data]) -> None:
+        self._in_time(key, lambda: self._store.put(key, data))
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        return self._in_time(key, lambda: self._store.put_if_absent(key, data))
+
+    def list(self, prefix: str) -> list[str]:
+        return self._in_time(prefix, lambda: self._store.list(prefix))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return self._in_time(key, lambda: self._store.head(key))
+
+    def delete(self, key: str) -> None:
+        self._in_time(key, lambda: self._store.delete(key))
+
+    def unfinished_writes(self, age_seconds: float) -> list[UnfinishedWrite]:
+        return self._in_time("", lambda: self._store.unfinished_writes(age_seconds))
+
+    def discard(self, write: UnfinishedWrite) -> None:
+        self._in_time(write.where, lambda: self._store.discard(write))
+
+    def within(self, seconds: float) -> ObjectStore:
+        return self._store.within(seconds)
+
+    def _in_time(self, key: str, call: Callable[[], _T]) -> _T:
+        deadline = time.monotonic() + self._seconds
+        answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                answers.put((True, call()))
+            except BaseException as error:
+                answers.put((False, error))
+            finally:
+                self._slots.release()
+
+        if self._slots.acquire(timeout=self._seconds):
+            threading.Thread(target=work, name=f"store call in {self._seconds:g} s", daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                answered, answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                if answered:
+                    return answer
+                raise answer
+        raise StoreError(
+            f"{self.root}/{key}", expected=f"an answer within {self._seconds:g} s", found="none so far",
+            safe="every object written so far", next_command="opd doctor; once it answers, the same command again",
+        )  # fmt: skip
 
 
 def read_parts(store: ObjectStore, key: str, size_bytes: int) -> memoryview:
@@ -244,6 +331,9 @@ class LocalStore:
         (name,) = write.name
         with self._explained(_TMP), contextlib.suppress(FileNotFoundError):
             (self._root / _TMP / name).unlink()
+
+    def within(self, seconds: float) -> ObjectStore:
+        return InTime(self, seconds)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

@@ -29,7 +29,17 @@ from boto3.session import Session
 from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
-from infra.store import PART_BYTES, PARTS_AT_ONCE, Data, ObjectInfo, UnfinishedWrite, check_key, s3_endpoint
+from infra.store import (
+    PART_BYTES,
+    PARTS_AT_ONCE,
+    Data,
+    InTime,
+    ObjectInfo,
+    ObjectStore,
+    UnfinishedWrite,
+    check_key,
+    s3_endpoint,
+)  # fmt: skip
 from infra.threads import at_once
 from schemas.errors import ConfigError, FormatError, OpdError, StoreError
 from schemas.keys import digest_bytes
@@ -37,8 +47,12 @@ from schemas.keys import digest_bytes
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_ATTEMPTS = 8
-_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.2, 5.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 15.0
+#: A store that does not answer is spoken of after so long, and again each time.
+_WORD_SECONDS = 10.0
+_CONNECT_SECONDS, _READ_SECONDS = 10.0, 60.0
+#: Of the time that a call within so many seconds has: what one try may wait, so that there is a second one.
+_SHARE_OF_A_TRY = 0.45
 _CHUNK_BYTES = 1 << 16
 #: The largest object that is one PutObject, which the service limits to 5 GB.
 _SINGLE_BYTES = 128 << 20
@@ -91,13 +105,19 @@ class _Replaced(Exception):
 class S3Store:
     """Objects under s3://BUCKET/PREFIX/. Settings come from the AWS_* environment, AWS_ENDPOINT_URL included."""
 
-    def __init__(self, bucket: str, prefix: str) -> None:
+    def __init__(self, bucket: str, prefix: str, patience_seconds: float, *, try_seconds: float | None = None) -> None:
+        """patience_seconds: how long a request that fails in passing is tried again.
+
+        try_seconds: what one try waits for a connection, and then for an answer; None: as suits large objects.
+        """
         self.root = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
+        self._try_seconds = try_seconds
         self._prefix = f"{prefix}/" if prefix else ""
         self._client_lock = threading.Lock()
         self._client_of: tuple[int, Any] | None = None
         self._bucket_seen = False
+        self._patience_seconds, self._said = patience_seconds, 0.0
         self._sending = threading.BoundedSemaphore(_PARTS_IN_MEMORY)
 
     def get(self, key: str) -> bytes:
@@ -175,6 +195,10 @@ class S3Store:
             if failed.code != "NoSuchUpload":
                 raise
 
+    def within(self, seconds: float) -> ObjectStore:
+        prefix = self._prefix.removesuffix("/")
+        return InTime(S3Store(self._bucket, prefix, seconds, try_seconds=seconds * _SHARE_OF_A_TRY), seconds)
+
     def _unfinished(self, key: str, upload_id: str) -> UnfinishedWrite:
         size = 0
         try:
@@ -251,9 +275,11 @@ class S3Store:
         """This process's client: one may be shared by threads, but not across a fork."""
         with self._client_lock:
             if self._client_of is None or self._client_of[0] != os.getpid():
+                connect, read = (min(self._try_seconds or most, most) for most in (_CONNECT_SECONDS, _READ_SECONDS))
                 config = Config(
-                    retries={"total_max_attempts": 1}, connect_timeout=10, read_timeout=60, max_pool_connections=64
-                )
+                    retries={"total_max_attempts": 1}, max_pool_connections=64, connect_timeout=connect,
+                    read_timeout=read,
+                )  # fmt: skip
                 try:
                     client = Session().client("s3", config=config)
                 except ValueError as error:  # of a malformed AWS_ENDPOINT_URL
@@ -263,6 +289,8 @@ class S3Store:
                     raise ConfigError(
                         "AWS settings of the environment", expected="settings that boto3 takes", found=str(error)
                     ) from error
+                if self._try_seconds is not None:
+                    client.meta.events.register_last("before-call.s3", _without_asking)
                 self._client_of = (os.getpid(), client)
             return self._client_of[1]
 
@@ -344,20 +372,35 @@ class S3Store:
         reading.etag, reading.metadata = response["ETag"], response["Metadata"]
 
     def _retrying(self, key: str, call: Callable[[], _T]) -> _T:
-        """The call's answer; what can pass by itself is tried again, with growing random pauses."""
-        for attempt in range(1, _ATTEMPTS + 1):
+        """The call's answer; what can pass by itself is tried again, with growing random pauses, as patience lasts."""
+        started, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        while True:
             try:
                 answer = call()
             except (aws.BotoCoreError, aws.ClientError, HTTPError, OSError, _Replaced) as error:
-                if attempt == _ATTEMPTS or not _passes(error):
-                    raise self._failed(key, error) from error
-                delay = min(_LONGEST_DELAY_SECONDS, _FIRST_DELAY_SECONDS * 2 ** (attempt - 1))
-                _log.info("%s: attempt %d of %d: %s", self._where(key), attempt, _ATTEMPTS, error)
-                time.sleep(random.uniform(0.0, delay))
+                waited, wait = time.monotonic() - started, random.uniform(pause / 2, pause)
+                if not _passes(error) or waited + wait > self._patience_seconds:
+                    raise self._failed(key, error, waited) from error
+                if isinstance(error, (aws.HTTPClientError, HTTPError)):
+                    # Connections that were opened together are forgotten together: the next try opens a fresh one.
+                    self._client().close()
+                self._say(key, error, waited)
+                pause = min(_LONGEST_PAUSE_SECONDS, 2 * pause)
+                time.sleep(wait)
             else:
                 self._bucket_seen = True
                 return answer
-        raise AssertionError("unreachable")
+
+    def _say(self, key: str, error: Exception, waited: float) -> None:
+        """No long wait without a word, and one for all of the store's calls that wait at once."""
+        now = time.monotonic()
+        if waited < _WORD_SECONDS or now - self._said < _WORD_SECONDS:
+            _log.info("%s: tried again: %s", self._where(key), error)
+            return
+        self._said = now
+        left = self._patience_seconds - waited
+        _log.warning("%s: the store does not answer since %.0f s: %s; trying for %.0f s more",
+                     self._where(key), waited, error, left)  # fmt: skip
 
     def _where(self, key: str) -> str:
         return f"{self.root}/{key}"
@@ -374,7 +417,7 @@ class S3Store:
                           expected=f"an object of at least {start + (length or 0)} bytes",
                           found=f"{size} bytes")  # fmt: skip
 
-    def _failed(self, key: str, error: Exception) -> OpdError:
+    def _failed(self, key: str, error: Exception, waited: float) -> OpdError:
         """What went wrong, for the user; a _Failed where the service answered with a status."""
         where, endpoint = self._where(key), self._client().meta.endpoint_url
         if isinstance(error, (aws.NoCredentialsError, aws.PartialCredentialsError, aws.CredentialRetrievalError)):
@@ -382,7 +425,7 @@ class S3Store:
                               found=str(error), next_command="set them, then opd doctor")  # fmt: skip
         if not isinstance(error, aws.ClientError):
             return StoreError(where, expected=f"an answer from {endpoint} (AWS_ENDPOINT_URL)",
-                              found=f"{error} in {_ATTEMPTS} attempts", safe="every object written so far",
+                              found=f"{error}, tried for {waited:.0f} s", safe="every object written so far",
                               next_command="opd doctor; once it answers, the same command again")  # fmt: skip
         status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"]["Code"]
         found = f"{status} {code}: {error.response['Error'].get('Message', '')} from {endpoint}"
@@ -449,6 +492,11 @@ class _Reading:
         self.etag = None
         if self._whole:
             self.length = None
+
+
+def _without_asking(params: dict[str, Any], **_: object) -> None:
+    """Asking whether a body may come takes a second of its own where nobody answers."""
+    params["headers"].pop("Expect", None)
 
 
 def _cut(pieces: Sequence[memoryview], start: int, length: int) -> bytes:

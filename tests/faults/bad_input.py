@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flows import cli
-from infra import store_s3
+from infra import store as infra_store
 from schemas import config as run_config
 from schemas.errors import OpdError
 from tasks.session import open_session
@@ -90,8 +90,7 @@ class Site:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         patch.setenv("OPD_TEST_VERIFIER", "count_letters")
-        patch.setattr(store_s3, "_FIRST_DELAY_SECONDS", 0.001)
-        patch.setattr(store_s3, "_ATTEMPTS", 2)
+        patch.setattr(infra_store, "_patience_seconds", 0.2)
 
     def arguments(self) -> list[str]:
         configured = "run.toml" in self.command

@@ -83,7 +83,7 @@ def after(request, cured, tmp_path, monkeypatch) -> Iterator[Site]:
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_s3, "_FIRST_DELAY_SECONDS", 0.005)
+    monkeypatch.setattr(store_s3, "_FIRST_PAUSE_SECONDS", 0.005)
 
 
 @pytest.fixture
