@@ -5,14 +5,17 @@
 Student logits are h_ND w_VD', teacher logits t_NE u_VE', both fp32 and neither ever whole: rows are taken in
 chunks whose size `chunk_bytes` bounds, whatever N is. Both gradients are formed in the forward pass, where
 the logits are at hand, with the weights folded in; backward only multiplies them by the upstream scalar.
+`linear_kl_by_teacher` takes tokens of several teachers at once: one gradient of the student's head, and one
+teacher's head at a time.
 
-Legend: N packed tokens, D student width, E teacher width, V vocabulary, C tokens of a chunk.
+Legend: N packed tokens, R tokens of one teacher, D student width, E teacher width, V vocabulary, C tokens of a chunk.
 Invariant: rows of weight 0 are never read, so they may hold anything; results repeat bit for bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -47,6 +50,17 @@ class Plan:
     @property
     def fp8_gradients(self) -> bool:
         return self.precision != "exact"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What one teacher says of R tokens: its states t_RE, bf16 or fp32, and head() -> u_VE.
+
+    The head is asked for once in a call, if R is not 0, after all references to the teacher's before it are gone.
+    """
+
+    t_RE: torch.Tensor
+    head: Callable[[], torch.Tensor]
 
 
 def linear_kl(
@@ -90,13 +104,55 @@ def linear_kl(
     beyond rounding. Raises ContractError for heads without a shared vocabulary, ValueError for shapes, devices
     or options that cannot be meant.
     """
-    vocab_size = _check(h_ND, w_VD, t_NE, u_VE, weight_N, vocab_size)
+    _check_states(h_ND, w_VD, [t_NE], weight_N)
+    _check_head(u_VE, t_NE)
+    rows = (w_VD.shape[0], u_VE.shape[0])
+    if vocab_size is None and rows[0] != rows[1]:
+        raise _no_shared_vocabulary("equal rows, or a vocab_size", *rows)
+    return linear_kl_by_teacher(
+        h_ND,
+        w_VD,
+        [Teacher(t_NE, lambda: u_VE)],
+        weight_N,
+        divergence=divergence,
+        temperature=temperature,
+        vocab_size=rows[0] if vocab_size is None else vocab_size,
+        chunk_bytes=chunk_bytes,
+        precision=precision,
+        impl=impl,
+    )
+
+
+def linear_kl_by_teacher(
+    h_ND: torch.Tensor,
+    w_VD: torch.Tensor,
+    teachers: Sequence[Teacher],
+    weight_N: torch.Tensor,
+    *,
+    vocab_size: int,
+    divergence: Divergence = "reverse",
+    temperature: float = 1.0,
+    chunk_bytes: int = 256 << 20,
+    precision: Precision = "exact",
+    impl: Literal["kernel", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear_kl` of tokens that follow each other teacher by teacher: the first R of N are the first teacher's.
+
+    Teachers' widths may differ, their states' dtype may not. However many they are, there is one gradient of w_VD and
+    one head of a teacher at a time. In "exact" precision a token's KL and gradient have the bits that a call for its
+    teacher alone gives; w_VD's gradient is the sum of those calls' up to rounding. For FP8 no 128 tokens that share a
+    scale have two teachers. Raises as linear_kl does, for a head when it has come.
+    """
+    _check_states(h_ND, w_VD, [teacher.t_RE for teacher in teachers], weight_N)
+    if not 0 < vocab_size <= w_VD.shape[0]:
+        raise _no_shared_vocabulary(f"at least {vocab_size} rows in both heads", w_VD.shape[0], None)
     if divergence not in ("reverse", "forward"):
         raise ValueError(f"divergence {divergence!r} is neither 'reverse' nor 'forward'")
     if precision not in ("exact", "fp8_gradients", "fp8"):
         raise ValueError(f"precision {precision!r} is none of 'exact', 'fp8_gradients' and 'fp8'")
-    if precision != "exact" and (h_ND.shape[1] % 16 or t_NE.shape[1] % 16):
-        raise ValueError(f"widths {h_ND.shape[1]} and {t_NE.shape[1]} must be multiples of 16 for FP8 products")
+    widths = h_ND.shape[1], *(teacher.t_RE.shape[1] for teacher in teachers)
+    if precision != "exact" and any(width % 16 for width in widths):
+        raise ValueError(f"widths {widths} must be multiples of 16 for FP8 products")
     if not temperature > 0 or chunk_bytes <= 0:
         raise ValueError(f"temperature {temperature} and chunk_bytes {chunk_bytes} must be positive")
     # Inside an autograd function grad mode is always off, so what is wanted is settled here.
@@ -111,7 +167,8 @@ def linear_kl(
         precision,
     )
     impl = impl or ("kernel" if h_ND.is_cuda else "reference")
-    loss, kl_N = _LinearKL.apply(h_ND, w_VD, t_NE, u_VE, weight_N.float(), plan, impl)
+    checked = tuple(replace(teacher, head=_checked(teacher, w_VD, vocab_size)) for teacher in teachers)
+    loss, kl_N = _LinearKL.apply(h_ND, w_VD, checked, weight_N.float(), plan, impl)
     return loss, kl_N
 
 
@@ -128,13 +185,14 @@ def _implementation(impl: str):
 
 class _LinearKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h_ND, w_VD, t_NE, u_VE, weight_N, plan, impl):
+    def forward(ctx, h_ND, w_VD, teachers, weight_N, plan, impl):
         module = _implementation(impl)
-        kl_N, grad_h_ND, grad_w_VD = module.forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan)
+        kl_N, grad_h_ND, grad_w_VD = module.forward(h_ND, w_VD, teachers, weight_N, plan)
         ctx.gradients, ctx.scale = (grad_h_ND, grad_w_VD), module.scale
         ctx.mark_non_differentiable(kl_N)
         # A masked row's KL is 0, but its weight times NaN would not be.
-        return torch.where(weight_N != 0, weight_N * kl_N, 0.0).sum(), kl_N
+        terms_N = torch.where(weight_N != 0, weight_N * kl_N, 0.0)
+        return torch.stack([terms_R.sum() for terms_R in terms_N.split([len(t.t_RE) for t in teachers])]).sum(), kl_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -146,28 +204,54 @@ class _LinearKL(torch.autograd.Function):
         for gradient in (grad_h_ND, grad_w_VD):
             if gradient is not None:
                 ctx.scale(gradient, grad_loss)
-        return grad_h_ND, grad_w_VD, None, None, None, None, None
+        return grad_h_ND, grad_w_VD, None, None, None, None
 
 
-def _check(h_ND, w_VD, t_NE, u_VE, weight_N, vocab_size: int | None) -> int:
-    """The shared vocabulary size, once shapes, dtypes and devices agree."""
-    for name, tensor, dims in (("h_ND", h_ND, 2), ("w_VD", w_VD, 2), ("t_NE", t_NE, 2), ("u_VE", u_VE, 2)):
-        if tensor.dim() != dims or tensor.dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not a bf16 or fp32 matrix")
-    if h_ND.shape[1] != w_VD.shape[1] or t_NE.shape[1] != u_VE.shape[1]:
-        raise ValueError(
-            f"widths differ: h_ND {list(h_ND.shape)}, w_VD {list(w_VD.shape)}; "
-            f"t_NE {list(t_NE.shape)}, u_VE {list(u_VE.shape)}"
-        )
-    if not h_ND.shape[0] == t_NE.shape[0] == weight_N.numel() or weight_N.dim() != 1:
-        raise ValueError(f"rows differ: h_ND {h_ND.shape[0]}, t_NE {t_NE.shape[0]}, weight_N {list(weight_N.shape)}")
-    if len({x.device for x in (h_ND, w_VD, t_NE, u_VE, weight_N)}) != 1:
-        raise ValueError("h_ND, w_VD, t_NE, u_VE and weight_N lie on different devices")
-    rows = (w_VD.shape[0], u_VE.shape[0])
-    if (vocab_size is None and rows[0] != rows[1]) or (vocab_size is not None and not 0 < vocab_size <= min(rows)):
-        raise ContractError(
-            "linear_kl: the heads share no vocabulary",
-            expected=f"at least {vocab_size} rows in both heads" if vocab_size else "equal rows, or a vocab_size",
-            found=f"student head {rows[0]} rows, teacher head {rows[1]} rows",
-        )
-    return rows[0] if vocab_size is None else vocab_size
+def _check_states(h_ND, w_VD, states: Sequence[torch.Tensor], weight_N) -> None:
+    """Shapes, dtypes and devices of all but the teachers' heads."""
+    if not states:
+        raise ValueError("linear_kl of no teacher")
+    for name, tensor in (("h_ND", h_ND), ("w_VD", w_VD), *(("t_NE", t_RE) for t_RE in states)):
+        _check_matrix(name, tensor)
+    if h_ND.shape[1] != w_VD.shape[1]:
+        raise ValueError(f"widths differ: h_ND {list(h_ND.shape)}, w_VD {list(w_VD.shape)}")
+    taught = sum(t_RE.shape[0] for t_RE in states)
+    if not h_ND.shape[0] == taught == weight_N.numel() or weight_N.dim() != 1:
+        raise ValueError(f"rows differ: h_ND {h_ND.shape[0]}, t_NE {taught}, weight_N {list(weight_N.shape)}")
+    if len({x.device for x in (h_ND, w_VD, *states, weight_N)}) != 1:
+        raise ValueError("h_ND, w_VD, t_NE and weight_N lie on different devices")
+    if len({t_RE.dtype for t_RE in states}) > 1:
+        raise ValueError(f"teachers' states are of {len({t_RE.dtype for t_RE in states})} dtypes")
+
+
+def _check_head(u_VE: torch.Tensor, t_RE: torch.Tensor) -> None:
+    _check_matrix("u_VE", u_VE)
+    if u_VE.shape[1] != t_RE.shape[1]:
+        raise ValueError(f"widths differ: t_NE {list(t_RE.shape)}, u_VE {list(u_VE.shape)}")
+    if u_VE.device != t_RE.device:
+        raise ValueError("t_NE and u_VE lie on different devices")
+
+
+def _check_matrix(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2 or tensor.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not a bf16 or fp32 matrix")
+
+
+def _checked(teacher: Teacher, w_VD: torch.Tensor, vocab_size: int) -> Callable[[], torch.Tensor]:
+    def head() -> torch.Tensor:
+        u_VE = teacher.head()
+        _check_head(u_VE, teacher.t_RE)
+        if u_VE.shape[0] < vocab_size:
+            raise _no_shared_vocabulary(f"at least {vocab_size} rows in both heads", w_VD.shape[0], u_VE.shape[0])
+        return u_VE
+
+    return head
+
+
+def _no_shared_vocabulary(expected: str, student_rows: int, teacher_rows: int | None) -> ContractError:
+    found = f"student head {student_rows} rows"
+    return ContractError(
+        "linear_kl: the heads share no vocabulary",
+        expected=expected,
+        found=found if teacher_rows is None else f"{found}, teacher head {teacher_rows} rows",
+    )

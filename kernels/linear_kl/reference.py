@@ -2,8 +2,8 @@
 
 FP8 is a matter of operands: they are rounded to their blocks' codes, and multiplied as the fp32 values of these.
 
-Legend: N packed tokens, A active tokens (weight not 0), C tokens of a chunk, D student width, E teacher width,
-V vocabulary.
+Legend: N packed tokens, R tokens of one teacher, A active tokens (weight not 0), C tokens of a chunk, D student
+width, E teacher width, V vocabulary.
 Invariant: masked rows are dropped before anything is computed from them; a chunk holds at most `chunk_bytes` of
 logits and what is made of them, or one row.
 """
@@ -22,63 +22,71 @@ _HEAD_ROWS = 8192
 _BYTES_PER_LOGIT = 24
 
 
-def forward(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
+def forward(h_ND, w_VD, teachers, weight_N, plan):
     """kl_N fp32, and the gradients of sum(weight_N * kl_N): in h_ND's dtype and in fp32 (None if not wanted)."""
-    if plan.fp8_gradients:
-        return _forward_fp8(h_ND, w_VD, t_NE, u_VE, weight_N, plan)
-    V, device = plan.vocab_size, h_ND.device
-    kl_N = torch.zeros(h_ND.shape[0], dtype=torch.float32, device=device)
+    kl_N = torch.zeros(h_ND.shape[0], dtype=torch.float32, device=h_ND.device)
     grad_h_ND = torch.zeros_like(h_ND) if plan.want_h else None
     grad_w_VD = torch.zeros_like(w_VD, dtype=torch.float32) if plan.want_w else None
-    w_values_VD, u_values_VE = w_VD[:V].to(h_ND.dtype), u_VE[:V].to(t_NE.dtype)
-    active_A = weight_N.nonzero().squeeze(1)
-    for rows_C in active_A.split(max(1, plan.chunk_bytes // (_BYTES_PER_LOGIT * V))):
-        h_CD = h_ND[rows_C].float()
-        student_CV = _logits(h_CD, w_values_VD).div_(plan.temperature)
-        teacher_CV = _logits(t_NE[rows_C].float(), u_values_VE).div_(plan.temperature)
-        kl_C, slope_CV = _kl(student_CV, teacher_CV, plan.divergence)
-        kl_N[rows_C] = kl_C
-        slope_CV.mul_((weight_N[rows_C] / plan.temperature).unsqueeze(1))
-        if grad_h_ND is not None:
-            grad_h_CD = torch.zeros_like(h_CD)
-            for part in _parts(V):
-                grad_h_CD.addmm_(slope_CV[:, part], w_values_VD[part].float())
-            grad_h_ND[rows_C] = grad_h_CD.to(h_ND.dtype)
-        if grad_w_VD is not None:
-            grad_w_VD[:V].addmm_(slope_CV.t(), h_CD)
+    w_values_VD = w_VD[: plan.vocab_size].to(h_ND.dtype)
+    add = _add_fp8 if plan.fp8_gradients else _add
+    first = 0
+    for teacher in teachers:
+        rows = slice(first, first + len(teacher.t_RE))
+        first = rows.stop
+        if len(teacher.t_RE):
+            into = kl_N[rows], None if grad_h_ND is None else grad_h_ND[rows], grad_w_VD
+            # The head is no local here: it is gone before the next one is asked for.
+            add(h_ND[rows], w_values_VD, teacher.t_RE, teacher.head(), weight_N[rows], plan, *into)
     return kl_N, grad_h_ND, grad_w_VD
 
 
-def _forward_fp8(h_ND, w_VD, t_NE, u_VE, weight_N, plan):
-    """Masked rows stay in place as zeros: which tokens share a scale must not depend on the mask or on chunks."""
-    V, device = plan.vocab_size, h_ND.device
-    kl_N = torch.zeros(h_ND.shape[0], dtype=torch.float32, device=device)
-    grad_h_ND = torch.zeros_like(h_ND) if plan.want_h else None
-    grad_w_VD = torch.zeros_like(w_VD, dtype=torch.float32) if plan.want_w else None
-    w_values_VD, u_values_VE = w_VD[:V].to(h_ND.dtype), u_VE[:V].to(t_NE.dtype)
+def _add(h_RD, w_values_VD, t_RE, u_VE, weight_R, plan, kl_R, grad_h_RD, grad_w_VD):
+    """One teacher's rows: sets kl_R and grad_h_RD, which are zero, and adds to grad_w_VD."""
+    V = plan.vocab_size
+    u_values_VE = u_VE[:V].to(t_RE.dtype)
+    active_A = weight_R.nonzero().squeeze(1)
+    for rows_C in active_A.split(max(1, plan.chunk_bytes // (_BYTES_PER_LOGIT * V))):
+        h_CD = h_RD[rows_C].float()
+        student_CV = _logits(h_CD, w_values_VD).div_(plan.temperature)
+        teacher_CV = _logits(t_RE[rows_C].float(), u_values_VE).div_(plan.temperature)
+        kl_C, slope_CV = _kl(student_CV, teacher_CV, plan.divergence)
+        kl_R[rows_C] = kl_C
+        slope_CV.mul_((weight_R[rows_C] / plan.temperature).unsqueeze(1))
+        if grad_h_RD is not None:
+            grad_h_CD = torch.zeros_like(h_CD)
+            for part in _parts(V):
+                grad_h_CD.addmm_(slope_CV[:, part], w_values_VD[part].float())
+            grad_h_RD[rows_C] = grad_h_CD.to(h_RD.dtype)
+        if grad_w_VD is not None:
+            grad_w_VD[:V].addmm_(slope_CV.t(), h_CD)
+
+
+def _add_fp8(h_RD, w_values_VD, t_RE, u_VE, weight_R, plan, kl_R, grad_h_RD, grad_w_VD):
+    """As `_add`. Masked rows stay in place as zeros: which tokens share a scale depends on no mask and no chunks."""
+    V = plan.vocab_size
+    u_values_VE = u_VE[:V].to(t_RE.dtype)
     chunk_rows = max(_BLOCK, plan.chunk_bytes // (_BYTES_PER_LOGIT * V) // _BLOCK * _BLOCK)
-    for first in range(0, h_ND.shape[0], chunk_rows):
+    for first in range(0, h_RD.shape[0], chunk_rows):
         rows_C = slice(first, first + chunk_rows)
-        live_C1 = (weight_N[rows_C] != 0).unsqueeze(1)
-        h_CD = h_ND[rows_C].float().masked_fill(~live_C1, 0.0)
-        t_CE = t_NE[rows_C].float().masked_fill(~live_C1, 0.0)
+        live_C1 = (weight_R[rows_C] != 0).unsqueeze(1)
+        h_CD = h_RD[rows_C].float().masked_fill(~live_C1, 0.0)
+        t_CE = t_RE[rows_C].float().masked_fill(~live_C1, 0.0)
         if plan.fp8_logits:
             student_CV = _logits(_round_rows(h_CD), w_values_VD, _round_tiles)
             teacher_CV = _logits(_round_rows(t_CE), u_values_VE, _round_tiles)
         else:
             student_CV, teacher_CV = _logits(h_CD, w_values_VD), _logits(t_CE, u_values_VE)
         kl_C, slope_CV = _kl(student_CV.div_(plan.temperature), teacher_CV.div_(plan.temperature), plan.divergence)
-        kl_N[rows_C] = kl_C.masked_fill(~live_C1.squeeze(1), 0.0)
-        slope_CV.mul_((weight_N[rows_C] / plan.temperature).unsqueeze(1))
+        kl_R[rows_C] = kl_C.masked_fill(~live_C1.squeeze(1), 0.0)
+        slope_CV.mul_((weight_R[rows_C] / plan.temperature).unsqueeze(1))
         slope_CV = _round_rows(slope_CV)
-        if grad_h_ND is not None:
+        if grad_h_RD is not None:
             grad_h_CD = torch.zeros_like(h_CD)
             for part in _parts(V):
                 grad_h_CD.addmm_(slope_CV[:, part], _round_tiles(w_values_VD[part].float()))
-            grad_h_ND[rows_C] = grad_h_CD.to(h_ND.dtype)
+            grad_h_RD[rows_C] = grad_h_CD.to(h_RD.dtype)
         if grad_w_VD is not None:
             grad_w_VD[:V].addmm_(_round_rows(slope_CV.t()), _round_tiles(h_CD))
-    return kl_N, grad_h_ND, grad_w_VD
 
 
 def _round_rows(x_MK):

@@ -55,12 +55,11 @@ def release() -> None:
 class Sizes:
     """How a call is cut.
 
-    row_step: what rows of a slab are padded to. chunk_rows, slab_rows: at most so many. columns: of logits and dz.
-    part_columns: of a part of dz, all of them in FP8. late_parts: parts of dz that lie in the workspace.
-    one_slab: it takes the batch, and dW's memory holds logits and the other parts of dz.
+    chunk_rows, slab_rows: at most so many. columns: of logits and dz. part_columns: of a part of dz, all of them in
+    FP8. late_parts: parts of dz that lie in the workspace. one_slab: it takes the batch, and dW's memory holds logits
+    and the other parts of dz.
     """
 
-    row_step: int
     chunk_rows: int
     slab_rows: int
     columns: int
@@ -70,7 +69,8 @@ class Sizes:
 
     @staticmethod
     def of(num_rows: int, width: int, teacher_width: int, itemsize: int, plan) -> Sizes:
-        """For N, D, E and the bytes of a state's element: one slab where that spares several and shortens no chunks."""
+        """For padded N, D, the widest E and the bytes of a state's element: one slab where that spares several and
+        shortens no chunks."""
         slabs, one = _slabs(itemsize, plan), _one_slab(width, teacher_width, itemsize, plan)
         fits = plan.want_w and slabs.slab_rows < num_rows <= one.slab_rows
         return one if fits and one.chunk_rows >= slabs.chunk_rows else slabs
@@ -196,18 +196,22 @@ class Workspace:
         early_PGS = early_parts(grad_w_VD, sizes, dtype) if in_room else late_GV.new_empty(0, G, sizes.part_columns)
         return Workspace(dz=Parts(early_PGS, late_GV), **views)
 
+    def teacher_states(self, rows: int, width: int) -> torch.Tensor:
+        """Room for a chunk's states of a teacher no wider than the widest."""
+        return leading(self.t_LE, rows, width)
+
     def gradient(self, rows: int) -> Parts | Fp8:
         """dz of the slab's first rows."""
         dz = self.dz.rows(slice(rows))
         if self.dz_scales is None:
             return dz
         codes_GV = dz.late_GV
-        return Fp8(codes_GV, _first(self.dz_scales, codes_GV.shape[1] // fp8.BLOCK, rows))
+        return Fp8(codes_GV, leading(self.dz_scales, codes_GV.shape[1] // fp8.BLOCK, rows))
 
     def turned_gradient(self, columns: int, rows: int) -> Fp8:
         """Room for a part of dz, along tokens."""
-        scales = _first(self.turned_dz_scales, rows // fp8.BLOCK, columns)
-        return Fp8(_first(self.turned_dz_VG, columns, rows), scales)
+        scales = leading(self.turned_dz_scales, rows // fp8.BLOCK, columns)
+        return Fp8(leading(self.turned_dz_VG, columns, rows), scales)
 
     def turned_head(self, columns: int) -> Fp8:
         """Room for a part of the head, along the vocabulary."""
@@ -219,7 +223,7 @@ class Workspace:
 
     def _turned_tiles(self, codes, scales, columns):
         D = self.grad_h_GD.shape[1]
-        return Fp8(_first(codes, D, columns), _first(scales, *fp8.tile_scales(D, columns)), tiles=True)
+        return Fp8(leading(codes, D, columns), leading(scales, *fp8.tile_scales(D, columns)), tiles=True)
 
 
 def _place(parts, offset):
@@ -231,10 +235,15 @@ def _place(parts, offset):
     return offsets, offset
 
 
-def _first(buffer: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor:
+def leading(buffer: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor:
     """A dense [rows, columns] matrix at the buffer's start."""
     assert buffer is not None
     return buffer.view(-1)[: rows * columns].view(rows, columns)
+
+
+def row_step(plan) -> int:
+    """What rows of one teacher are padded to."""
+    return fp8.BLOCK if plan.fp8_gradients else _ROW_STEP
 
 
 def _columns(plan) -> int:
@@ -258,11 +267,11 @@ def _slabs(itemsize: int, plan) -> Sizes:
     columns, dz_bytes = _columns(plan), _dz_row_bytes(itemsize, plan)
     if plan.fp8_gradients:
         chunk_rows = _whole_fp8_rows(plan.chunk_bytes // (8 * columns + dz_bytes * _CHUNKS_PER_FP8_SLAB))
-        return Sizes(fp8.BLOCK, chunk_rows, chunk_rows * _CHUNKS_PER_FP8_SLAB, columns, columns, 1)
+        return Sizes(chunk_rows, chunk_rows * _CHUNKS_PER_FP8_SLAB, columns, columns, 1)
     chunk_rows = _whole_rows(plan.chunk_bytes // (8 * columns + dz_bytes * _CHUNKS_PER_SLAB))
     part_columns = _part_columns(columns)
     parts = -(-columns // part_columns)
-    return Sizes(_ROW_STEP, chunk_rows, chunk_rows * _CHUNKS_PER_SLAB, columns, part_columns, parts)
+    return Sizes(chunk_rows, chunk_rows * _CHUNKS_PER_SLAB, columns, part_columns, parts)
 
 
 def _one_slab(width: int, teacher_width: int, itemsize: int, plan) -> Sizes:
@@ -273,11 +282,11 @@ def _one_slab(width: int, teacher_width: int, itemsize: int, plan) -> Sizes:
         heads = (width + teacher_width) * columns if plan.fp8_logits else 0
         room = 4 * width * columns - heads
         chunk_rows = _whole_fp8_rows(room // (8 * columns)) if room >= 8 * columns * _ROW_STEP else 0
-        return Sizes(fp8.BLOCK, chunk_rows, slab_rows, columns, columns, 1, one_slab=True)
+        return Sizes(chunk_rows, slab_rows, columns, columns, 1, one_slab=True)
     part_columns = _part_columns(columns)
     # A part of dz takes no more than dW's.
     slab_rows = 4 * width // itemsize // _ROW_STEP * _ROW_STEP
-    best = Sizes(_ROW_STEP, 0, slab_rows, columns, part_columns, 0, one_slab=True)
+    best = Sizes(0, slab_rows, columns, part_columns, 0, one_slab=True)
     for late_parts in range(1, best.parts + 1):
         left = plan.chunk_bytes - late_parts * slab_rows * part_columns * itemsize
         rows = min(late_parts * part_columns * width, left // 4) // columns

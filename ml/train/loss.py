@@ -5,11 +5,12 @@
 Summed over the micro-batches of all ranks this is the loss of the mini-batch, however it was split. Prompt,
 observation and padding tokens are no loss rows or have weight 0, which linear_kl never reads.
 
-Letters: N packed tokens, R loss rows, D student width, V vocabulary.
+Letters: N packed tokens, R loss rows, D student width, E teacher width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kernels.linear_kl import Divergence, linear_kl
+from kernels.linear_kl import Divergence, Teacher, linear_kl, linear_kl_by_teacher
 from kernels.linear_kl import Precision as KLPrecision
 from kernels.scaled_mm import row_invariant_mm
 from ml.linear import Linear, Precision, dense_precision, weight_values
 from ml.model import PackedCausal, SampledCausal, Transformer
 from ml.train.heads import TeacherHeads
-from ml.train.loader import MicroBatch
+from ml.train.loader import MicroBatch, Segment
 from schemas.errors import ContractError
 
 _BYTES_PER_LOGPROB = 12  # an fp32 logit, its share of the log-softmax and the row-invariant product's padding
@@ -68,31 +69,20 @@ class StudentHead(nn.Module):
             return torch.zeros((), device=h_ND.device), [], logprobs
         if not batch.segments:
             return self._no_loss(h_ND, w_VD), [], logprobs
-        losses, kls = [], []
-        for segment in batch.segments:
-            u_VE = heads.use(segment.teacher_index)
-            if u_VE.shape[1] != segment.hidden_RE.shape[1]:
-                raise ContractError(
-                    f"teacher {segment.teacher_index}",
-                    expected=f"hidden states as wide as its head, {u_VE.shape[1]}",
-                    found=str(segment.hidden_RE.shape[1]),
-                    next_command="rerun the teach stage",
-                )
-            loss, kl_R = linear_kl(
-                h_ND[segment.rows_R],
-                w_VD,
-                segment.hidden_RE,
-                u_VE,
-                segment.weight_R / batch.frame.denominator_tokens,
-                divergence=self.settings.divergence,
-                temperature=self.settings.temperature,
-                vocab_size=self.settings.vocab_size,
-                chunk_bytes=self.settings.chunk_bytes,
-                precision=self.settings.precision,
-            )
-            losses.append(loss)
-            kls.append(kl_R)
-        return torch.stack(losses).sum(), kls, logprobs
+        # All teachers in one call: their heads come and go in it, and the student's head has one gradient.
+        counts = [len(segment.rows_R) for segment in batch.segments]
+        loss, kl_R = linear_kl_by_teacher(
+            h_ND[torch.cat([segment.rows_R for segment in batch.segments])],
+            w_VD,
+            [Teacher(segment.hidden_RE, functools.partial(_head, heads, segment)) for segment in batch.segments],
+            torch.cat([segment.weight_R for segment in batch.segments]) / batch.frame.denominator_tokens,
+            divergence=self.settings.divergence,
+            temperature=self.settings.temperature,
+            vocab_size=self.settings.vocab_size,
+            chunk_bytes=self.settings.chunk_bytes,
+            precision=self.settings.precision,
+        )
+        return loss, list(kl_R.split(counts)), logprobs
 
     def _no_loss(self, h_ND: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         # Zero, with a gradient of zeros for every parameter: an empty micro-batch joins the others' reductions.
@@ -111,6 +101,19 @@ class StudentHead(nn.Module):
             logits_RV = row_invariant_mm(h_ND[rows], w_VD, dtype=torch.float32)[:, : self.settings.vocab_size]
             out.append(torch.log_softmax(logits_RV, 1).gather(1, ids[:, None]).squeeze(1))
         return torch.cat(out)
+
+
+def _head(heads: TeacherHeads, segment: Segment) -> torch.Tensor:
+    """u_VE of the segment's teacher."""
+    u_VE = heads.use(segment.teacher_index)
+    if u_VE.shape[1] != segment.hidden_RE.shape[1]:
+        raise ContractError(
+            f"teacher {segment.teacher_index}",
+            expected=f"hidden states as wide as its head, {u_VE.shape[1]}",
+            found=str(segment.hidden_RE.shape[1]),
+            next_command="rerun the teach stage",
+        )
+    return u_VE
 
 
 class Student(nn.Module):

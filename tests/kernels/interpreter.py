@@ -16,7 +16,7 @@ import torch
 
 
 def linear_kl() -> int:
-    from kernels.linear_kl import Plan, linear_kl, products, workspace
+    from kernels.linear_kl import Plan, Teacher, linear_kl, linear_kl_by_teacher, products, workspace
 
     def multiply(a_MK, b_KN, out_MN, *, accumulate=False):
         if not accumulate:
@@ -56,6 +56,29 @@ def linear_kl() -> int:
             for found, wanted in zip(*results, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
             cases += 1
+    # Rows of three teachers in several slabs, and in one whose dz lies in the head gradient's memory.
+    for D, V, chunk_bytes in ((24, 61, 1), (80, 250, 74_000)):
+        workspace.SLICE = 256 if V > 64 else 64
+        generator = torch.Generator().manual_seed(V)
+        counts, widths = (5, 33, 20), (40, 24, 56)
+        h, w = torch.randn(58, D, generator=generator), torch.randn(V + 5, D, generator=generator)
+        weight = torch.rand(58, generator=generator)
+        weight[3::5] = 0
+        teachers = []
+        for count, width in zip(counts, widths, strict=True):
+            u = torch.randn(V + 2, width, generator=generator)
+            teachers.append(Teacher(torch.randn(count, width, generator=generator), lambda u=u: u))
+        results = []
+        for impl in ("kernel", "reference"):
+            leaves = h.clone().requires_grad_(), w.clone().requires_grad_()
+            loss, kl_N = linear_kl_by_teacher(
+                *leaves, teachers, weight, vocab_size=V, chunk_bytes=chunk_bytes, impl=impl
+            )
+            loss.backward()
+            results.append((loss.detach(), kl_N, leaves[0].grad, leaves[1].grad))
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        cases += 1
     return cases
 
 

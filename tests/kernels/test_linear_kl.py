@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kernels.linear_kl import Plan, linear_kl, reference
+from kernels.linear_kl import Plan, Teacher, linear_kl, linear_kl_by_teacher, reference
 from schemas.errors import ContractError
 
 GPU = pytest.mark.gpu
@@ -294,9 +294,93 @@ def test_reference_holds_no_more_logits_for_more_tokens():
         case = random_case(N=N, D=4, E=4, V=3000)
         plan = Plan("reverse", 1.0, 3000, 24 * 3000 * 8, want_h=True, want_w=True)
         with LargestTensor() as seen:
-            reference.forward(case.h_ND, case.w_VD, case.t_NE, case.u_VE, case.weight_N, plan)
+            reference.forward(case.h_ND, case.w_VD, [Teacher(case.t_NE, lambda u=case.u_VE: u)], case.weight_N, plan)
         sizes.append(seen.elements)
     assert sizes[0] == sizes[1] <= 8 * 3000
+
+
+class Teachers:
+    """Tokens of several teachers of different widths, and the calls that each of them alone would be."""
+
+    def __init__(self, counts, device, dtype, *, D=32, V=1031, widths=(48, 16, 80), seed=0):
+        g = torch.Generator().manual_seed(seed)
+
+        def normal(rows, columns):
+            return torch.randn(rows, columns, generator=g).to(device, dtype)
+
+        N = sum(counts)
+        self.counts, self.h_ND, self.w_VD = counts, normal(N, D), normal(V, D)
+        self.weight_N = (torch.rand(N, generator=g) + 0.1).to(device)
+        self.weight_N[4::9] = 0
+        self.h_ND[4::9] = float("nan")
+        self.teachers = []
+        for index, count in enumerate(counts):
+            width = widths[index % len(widths)]
+            head = normal(V + index, width)
+            self.teachers.append(Teacher(normal(count, width), lambda head=head: head))
+
+    def alone(self, **options):
+        """As `run`, for each teacher that has tokens."""
+        parts = (x.split(self.counts) for x in (self.h_ND, self.weight_N))
+        for h, weight, teacher in zip(*parts, self.teachers, strict=True):
+            if len(h):
+                yield run(Case(h, self.w_VD, teacher.t_RE, teacher.head(), weight), **options)
+
+    def together(self, **options):
+        h, w = self.h_ND.detach().requires_grad_(), self.w_VD.detach().requires_grad_()
+        w.grad_dtype = torch.float32
+        loss, kl_N = linear_kl_by_teacher(h, w, self.teachers, self.weight_N, **options)
+        loss.backward()
+        assert h.grad is not None
+        assert w.grad is not None
+        return tuple(x.cpu() for x in (loss.detach(), kl_N, h.grad, w.grad))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["exact", "fp8_gradients", "fp8"])
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 19, 1 << 28])
+@pytest.mark.parametrize("counts", [[70], [5, 16, 0, 33, 1], [300, 7, 129, 64, 2, 90]])
+def test_teachers_together_are_the_sum_of_each_alone(counts, chunk_bytes, precision, device):
+    case = Teachers(counts, device, torch.bfloat16)
+    options = {"vocab_size": 1029, "precision": precision, "chunk_bytes": chunk_bytes}
+    alone = list(zip(*case.alone(**options), strict=True))
+    loss, kl_N, grad_h, grad_w = case.together(**options)
+    assert error(loss, sum(alone[0])) < 1e-6
+    assert torch.equal(kl_N, torch.cat(alone[1]))
+    assert torch.equal(grad_h, torch.cat(alone[2]))
+    # FP8 rounds the gradient of the logits and the states, over 128 tokens of one teacher either way.
+    assert error(grad_w, sum(alone[3])) < 1e-5
+    if len(counts) == 1:
+        assert torch.equal(grad_w, alone[3][0])
+
+
+@GPU
+@pytest.mark.parametrize("precision", ["exact", "fp8_gradients", "fp8"])
+def test_teachers_of_one_slab_whose_gradients_lie_in_the_head_gradients_memory(precision):
+    from kernels.linear_kl import workspace
+
+    case = Teachers([200, 3, 100, 129, 60], "cuda", torch.bfloat16, D=512, V=50257)
+    options = {"vocab_size": 50257, "precision": precision}
+    plan = Plan("reverse", 1.0, 50257, 40_000_000, want_h=True, want_w=True, precision=precision)
+    assert workspace.Sizes.of(640, 512, 80, 2, plan).one_slab
+    expected = case.together(chunk_bytes=1 << 30, **options)
+    for buffer in workspace.buffers.values():
+        buffer.fill_(255)  # NaN in every dtype
+    found = case.together(chunk_bytes=40_000_000, **options)
+    for ours, wanted in zip(found[1:3], expected[1:3], strict=True):
+        assert torch.equal(ours, wanted)
+    assert error(found[3], expected[3]) < 1e-5
+
+
+def test_a_teachers_head_is_refused_when_it_comes():
+    case = Teachers([3, 4], "cpu", torch.float32)
+    narrow = Teacher(case.teachers[1].t_RE, lambda: torch.zeros(1031, 17))
+    short = Teacher(case.teachers[1].t_RE, lambda: torch.zeros(1030, 16))
+    for bad, kind, message in ((narrow, ValueError, "widths"), (short, ContractError, "teacher head 1030 rows")):
+        with pytest.raises(kind, match=message):
+            linear_kl_by_teacher(case.h_ND, case.w_VD, [case.teachers[0], bad], case.weight_N, vocab_size=1031)
+    with pytest.raises(ValueError, match="rows differ"):
+        linear_kl_by_teacher(case.h_ND, case.w_VD, case.teachers[:1], case.weight_N, vocab_size=1031)
 
 
 def test_what_cannot_be_meant_is_refused():
