@@ -7,7 +7,7 @@ import json
 import random
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from infra import tables
 from infra.spark import SparkChild
 from infra.store import open_store
 from schemas import keys, rows
-from schemas.errors import ConfigError, ContractError, OpdError
+from schemas.errors import ContractError, OpdError
 from schemas.rows import PLAN, TABLES
 from tasks.dispatch import build_plan
 from tests.spark_session import SETTINGS
@@ -349,39 +349,3 @@ def test_a_trajectory_longer_than_a_pack_is_named(spark: SparkSession, spark_roo
 def test_a_seed_beyond_64_bits_is_refused(spark: SparkSession, spark_root: str, run: tuple[str, dict]) -> None:
     with pytest.raises(OpdError, match="64-bit"):
         build_plan(spark, **arguments(spark_root, run[0], seed=1 << 63))
-
-
-@pytest.fixture(scope="module")
-def sql(spark: SparkSession) -> Callable[..., Any]:
-    from tasks.sql import query
-
-    return lambda text, limit=10: query(spark, text=text, limit=limit)
-
-
-def test_sql_answers_in_json(sql: Any, run: tuple[str, dict]) -> None:
-    answer = sql(
-        f"SELECT split, count(*) AS n FROM opd.trajectories WHERE run_id = '{run[0]}' GROUP BY split ORDER BY 1"
-    )
-    assert answer == {"columns": ["split", "n"], "rows": [["heldout", 14], ["train", 56]], "more": False}
-    values = sql(
-        "SELECT double('nan'), DATE'2026-01-02', TIMESTAMP'2026-01-02 03:04:05', 1.50BD, X'00ff', map('k', array(1)), "
-        "named_struct('a', null), true"
-    )["rows"][0]
-    assert json.loads(json.dumps(values, allow_nan=False)) == [
-        "nan", "2026-01-02", "2026-01-02T03:04:05", "1.50", "AP8=", {"k": [1]}, {"a": None}, True,
-    ]  # fmt: skip
-    assert sql("SELECT id FROM range(5)", limit=2) == {"columns": ["id"], "rows": [[0], [1]], "more": True}
-    assert ["opd", "plan", False] in sql("SHOW TABLES IN opd")["rows"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "SELEC 1", "SELECT nothing FROM opd.plan", "DELETE FROM opd.plan", "DROP TABLE opd.plan",
-        "INSERT INTO opd.plan SELECT * FROM opd.plan", "WITH p AS (SELECT * FROM opd.plan) INSERT INTO opd.plan FROM p",
-        "FROM opd.plan INSERT INTO opd.plan SELECT *", "SELECT 1/0", "SET spark.sql.ansi.enabled=false",
-    ],
-)  # fmt: skip
-def test_sql_that_is_wrong_or_writes_is_refused(text: str, sql: Any) -> None:
-    with pytest.raises(ConfigError, match="SQL"):
-        sql(text)
