@@ -6,35 +6,38 @@ Spark is the only writer. Commits to one table are serialised by a lease on the 
 overwrite its heir's commit: each carries its epoch as Delta's transaction version, and Delta takes none that is not
 higher than the last; log entries are created once, on S3 by a conditional PUT, locally under a lock file. Reading
 needs no JVM: stages and ranks go through delta-rs, and so does the read-back of a commit, which so is checked by a
-second reader.
+second reader. What delta-rs raises becomes an error of the family that names table and file.
+
+A table's Delta properties name the version of its schema (schemas.rows). A table of an older version reads as if its
+missing columns were null, and gets them at the next commit; one of a newer version is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deltalake
 import pyarrow as pa
-from deltalake.exceptions import DeltaError
 
-from infra import leases
+from infra import leases, table_files
+from infra.row_objects import check_announced, read_jsonl
 from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas import rows as rows_schema
-from schemas.errors import ConfigError, ContractError, FormatError, StoreError
-from schemas.rows import TABLES, Table
+from schemas.errors import ConfigError, ContractError, OpdError, StoreError
+from schemas.rows import TABLES, Column, Table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 DATABASE = "opd"
+VERSION_PROPERTY = "opd.schemaVersion"
 _LEASE_SECONDS = 30.0
 _LOCK_SECONDS = 300.0
 _TEACHERS = pa.list_(pa.struct([pa.field("teacher_id", pa.string()), pa.field("weight", pa.float64())]))
@@ -43,7 +46,6 @@ _ARROW = {
     "boolean": pa.bool_(), "array<bigint>": pa.list_(pa.int64()),
     "array<struct<teacher_id:string,weight:double>>": _TEACHERS,
 }  # fmt: skip
-_PYTHON = {"string": str, "int": int, "bigint": int, "float": float, "double": float, "boolean": bool}
 
 
 def table_uri(root: str, table: str, *, for_spark: bool = False) -> str:
@@ -61,10 +63,8 @@ def arrow_schema(table: Table) -> pa.Schema:
 
 
 def table_exists(root: str, table: str) -> bool:
-    try:
+    with _readable(root, table):
         return deltalake.DeltaTable.is_deltatable(table_uri(root, table), _storage_options(root))
-    except (OSError, DeltaError) as error:
-        raise _unreadable(root, table, error) from error
 
 
 def _storage_options(root: str) -> dict[str, str] | None:
@@ -77,15 +77,48 @@ def _storage_options(root: str) -> dict[str, str] | None:
 
 
 def _delta_table(root: str, table: str) -> deltalake.DeltaTable:
-    return deltalake.DeltaTable(table_uri(root, table), storage_options=_storage_options(root))
+    """The table as it stands now. Raises ContractError for a schema that this software does not know."""
+    with _readable(root, table):
+        found = deltalake.DeltaTable(table_uri(root, table), storage_options=_storage_options(root))
+        table_files.check_log(open_store(root), table, found.version(), len(found.file_uris()))
+        version, columns = _schema(found)
+    spec = TABLES[table]
+    unknown = sorted(columns - set(spec.column_names()))
+    missing = sorted(set(spec.column_names()) - set(spec.added_columns) - columns)
+    if version > spec.version or unknown or missing:
+        raise ContractError(
+            f"table {table_uri(root, table)}", expected=f"the columns of schema version {spec.version} or older",
+            found=f"version {version}, unknown columns {unknown}, missing columns {missing}",
+            safe="the table: nothing was written", next_command="the same command with the opd that wrote it, or newer",
+        )  # fmt: skip
+    return found
 
 
-def _unreadable(root: str, table: str, error: Exception) -> StoreError:
-    plain = " ".join(re.sub(r"\x1b\[[0-9;]*m|↳", "", str(error)).split())
-    return StoreError(
-        f"table {table_uri(root, table)}", expected="a readable Delta table", found=plain[:500],
-        next_command="opd doctor; if the store is well, opd verify RUN",
-    )  # fmt: skip
+def _schema(table: deltalake.DeltaTable) -> tuple[int, set[str]]:
+    """(version, names of columns); tables made before there were versions have the first."""
+    version = table.metadata().configuration.get(VERSION_PROPERTY) or "1"
+    return int(version), {field.name for field in table.schema().fields}
+
+
+@contextlib.contextmanager
+def _readable(root: str, table: str) -> Iterator[None]:
+    """Whatever delta-rs raises in the block (bare Exception, or a panic, among others) as an error of the family."""
+    try:
+        yield
+    except OpdError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        told = " ".join(re.sub(r"\x1b\[[0-9;]*m|↳", "", str(error)).split())[:500]
+        try:
+            damage = table_files.find_damage(open_store(root), table, told)
+        except StoreError:
+            damage = None  # the store itself does not answer: what delta-rs said of it is the news
+        raise damage or StoreError(
+            f"table {table_uri(root, table)}", expected="a readable Delta table", found=told,
+            next_command="opd doctor; if the store is well, opd repair RUN",
+        ) from error  # fmt: skip
 
 
 def create_tables(spark: SparkSession, root: str) -> None:
@@ -93,6 +126,7 @@ def create_tables(spark: SparkSession, root: str) -> None:
     for table in TABLES.values():
         if not table_exists(root, table.name):
             with _commit_lock(open_store(root), root, table.name):
+                _forget_durable(root, table.name)
                 _create(spark, root, table)
     register_tables(spark, root)
 
@@ -107,11 +141,26 @@ def register_tables(spark: SparkSession, root: str) -> None:
 
 
 def _create(spark: SparkSession, root: str, table: Table) -> None:
-    columns = ", ".join(f"`{c.name}` {c.type} COMMENT {_literal(c.note)}" for c in table.columns)
     spark.sql(
-        f"CREATE TABLE IF NOT EXISTS delta.`{table_uri(root, table.name, for_spark=True)}` ({columns}) USING DELTA "
-        f"PARTITIONED BY ({', '.join(table.slice_key)})"
+        f"CREATE TABLE IF NOT EXISTS delta.`{table_uri(root, table.name, for_spark=True)}` "
+        f"({_columns(table.columns)}) USING DELTA PARTITIONED BY ({', '.join(table.slice_key)}) "
+        f"TBLPROPERTIES ('{VERSION_PROPERTY}' = '{table.version}')"
     )
+
+
+def _columns(columns: Iterable[Column]) -> str:
+    return ", ".join(f"`{c.name}` {c.type} COMMENT {_literal(c.note)}" for c in columns)
+
+
+def _upgrade(spark: SparkSession, root: str, table: Table) -> None:
+    """Give a table of an older version the columns that were added since; the version last, so that a crash between
+    leaves a table that the next call finishes."""
+    version, columns = _schema(_delta_table(root, table.name))
+    location = f"delta.`{table_uri(root, table.name, for_spark=True)}`"
+    if added := [c for c in table.columns if c.name not in columns]:
+        spark.sql(f"ALTER TABLE {location} ADD COLUMNS ({_columns(added)})")
+    if version < table.version:
+        spark.sql(f"ALTER TABLE {location} SET TBLPROPERTIES ('{VERSION_PROPERTY}' = '{table.version}')")
 
 
 def commit_slice(
@@ -130,21 +179,24 @@ def commit_slice(
         raise ContractError(f"slice of {table}", expected=", ".join(spec.slice_key), found=", ".join(slice))
     store = open_store(root)
     new_rows = [row for key in row_keys for row in read_jsonl(store, spec, key)]
-    _check_announced(spec, new_rows, slice, num_rows, content_digest)
+    check_announced(spec, new_rows, slice, num_rows, content_digest)
     if not table_exists(root, table):
         create_tables(spark, root)
     with _commit_lock(store, root, table) as lease:
         written = not _same(spec, read_rows(root, table, slice), new_rows)
         if written:
+            lease.check()
+            _upgrade(spark, root, spec)
             with _fenced(spark, root, table, lease):
                 _replace(spark, root, spec, slice, new_rows)
+        _make_durable(root, table)
         version = _delta_table(root, table).version()
         found = read_rows(root, table, slice)
     if len(found) != num_rows or rows_schema.content_digest(spec, found) != content_digest:
         raise ContractError(
             f"table {table}, version {version}, {slice}", expected=f"{num_rows} rows of digest {content_digest}",
             found=f"{len(found)} rows of digest {rows_schema.content_digest(spec, found)}",
-            safe="every other slice, and the objects that the rows came from", next_command="run the stage again",
+            safe="every other slice, and the objects that the rows came from", next_command="opd repair RUN",
         )  # fmt: skip
     return {"version": version, "num_rows": num_rows, "digest": content_digest, "written": written}
 
@@ -161,6 +213,7 @@ def delete_slices_from(spark: SparkSession, root: str, run_id: str, iteration: i
                     f"DELETE FROM delta.`{table_uri(root, name, for_spark=True)}` "
                     f"WHERE run_id = {_literal(run_id)} AND iteration >= {int(iteration)}"
                 ).collect()
+            _make_durable(root, name)
             deleted[name] = int(result[0]["num_affected_rows"])
     return deleted
 
@@ -187,101 +240,15 @@ def read_rows(
         raise ContractError(f"table {table}", expected=f"columns of {spec.column_names()}", found=unknown[0])
     if not table_exists(root, table):
         return []
+    source = _delta_table(root, table)
+    there = _schema(source)[1]
+    sources = {c: f'"{c}"' if c in there else "NULL" for c in spec.column_names()}
     order = ", ".join(f'"{c}" NULLS FIRST' for c in (*spec.slice_key, *spec.sort_key))
-    condition = " AND ".join(_equals(c, v) for c, v in where.items()) or "true"
-    names = ", ".join(f'"{c}"' for c in wanted)
+    condition = " AND ".join(_equals(sources[c], v) for c, v in where.items()) or "true"
+    names = ", ".join(f'{sources[c]} AS "{c}"' for c in wanted)
     query = f"SELECT {names} FROM rows WHERE {condition} ORDER BY {order}"
-    try:
-        source = _delta_table(root, table)
+    with _readable(root, table):
         return pa.table(deltalake.QueryBuilder().register("rows", source).execute(query).read_all()).to_pylist()
-    except (OSError, DeltaError, ValueError) as error:
-        raise _unreadable(root, table, error) from error
-
-
-def read_jsonl(store: ObjectStore, table: Table, key: str) -> list[dict[str, Any]]:
-    """Rows of one JSONL object, each checked: exactly the table's columns, of their types, null where allowed.
-
-    Raises FormatError naming object, line and column.
-    """
-    rows = []
-    for number, line in enumerate(store.get(key).split(b"\n"), 1):
-        if not line:
-            continue
-        where = f"{key}, line {number}"
-        try:
-            row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise FormatError(where, expected="a JSON object in UTF-8", found=str(error)) from error
-        _check_row(table, row, where)
-        rows.append(row)
-    return rows
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _check_row(table: Table, row: Any, where: str) -> None:
-    if not isinstance(row, dict) or set(row) != set(table.column_names()):
-        names = set(row) if isinstance(row, dict) else set()
-        missing, unknown = sorted(set(table.column_names()) - names), sorted(names - set(table.column_names()))
-        raise FormatError(
-            where, expected=f"the columns of {table.name}", found=f"missing {missing}, unknown {unknown}"
-        )  # fmt: skip
-    for column in table.columns:
-        value = row[column.name]
-        if value is None:
-            if not column.nullable:
-                raise FormatError(f"{where}, {column.name}", expected=column.type, found="null")
-        elif not _fits(column.type, value):
-            raise FormatError(f"{where}, {column.name}", expected=column.type, found=repr(value)[:200])
-
-
-def _fits(type_name: str, value: Any) -> bool:
-    if type_name == "array<bigint>":
-        return isinstance(value, list) and all(_fits("bigint", v) for v in value)
-    if type_name.startswith("array<struct"):
-        return isinstance(value, list) and all(
-            isinstance(v, dict) and set(v) == {"teacher_id", "weight"}
-            and _fits("string", v["teacher_id"]) and _fits("double", v["weight"]) for v in value
-        )  # fmt: skip
-    if type(value) is not _PYTHON[type_name]:
-        return False
-    if type_name == "string":
-        # JSON can spell half a surrogate pair; UTF-8, and so a table, cannot hold it.
-        return not any("\ud800" <= c <= "\udfff" for c in value)
-    if type_name in ("int", "bigint"):
-        bits = 31 if type_name == "int" else 63
-        return -(1 << bits) <= value < 1 << bits
-    return True
-
-
-def _check_announced(
-    table: Table, rows: list[dict[str, Any]], slice: dict[str, Any], num_rows: int, content_digest: str
-) -> None:
-    for row in rows:
-        outside = [c for c in table.slice_key if row[c] != slice[c]]
-        if outside:
-            raise ContractError(
-                f"table {table.name}, column {outside[0]}", expected=f"slice {slice}", found=repr(row[outside[0]]),
-                safe="the table as it was",
-            )  # fmt: skip
-    seen: set[tuple[Any, ...]] = set()
-    for row in rows:
-        key = tuple(row[c] for c in table.sort_key)
-        if key in seen:
-            raise ContractError(
-                f"table {table.name}, {slice}", expected=f"each ({', '.join(table.sort_key)}) once",
-                found=f"{key} twice", safe="the table as it was",
-            )  # fmt: skip
-        seen.add(key)
-    found = rows_schema.content_digest(table, rows)
-    if len(rows) != num_rows or found != content_digest:
-        raise ContractError(
-            f"rows for table {table.name}, {slice}", expected=f"{num_rows} rows of digest {content_digest}",
-            found=f"{len(rows)} rows of digest {found}", safe="the table as it was",
-            next_command="run the stage that made them again",
-        )  # fmt: skip
 
 
 def _same(table: Table, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> bool:
@@ -320,11 +287,7 @@ def _fenced(spark: SparkSession, root: str, table: str, lease: leases.Lease) -> 
     lease.check()
     last = _delta_table(root, table).transaction_version(lease.owned)
     if last is not None and last >= lease.epoch:
-        raise ContractError(
-            f"table {table_uri(root, table)}", expected=f"a last commit of an epoch before {lease.epoch}",
-            found=f"epoch {last}: objects of {lease.owned} are lost", safe="the table as it was",
-            next_command=f"put them back; or drop tables/{table}, and runs continued by opd run fill it again",
-        )  # fmt: skip
+        raise _overtaken(open_store(root), root, table, lease, last)
     fence = {"txnAppId": lease.owned, "txnVersion": str(lease.epoch)}
     for name, value in fence.items():
         spark.conf.set(f"spark.databricks.delta.write.{name}", value)
@@ -339,12 +302,27 @@ def _fenced(spark: SparkSession, root: str, table: str, lease: leases.Lease) -> 
     lease.check()
 
 
+def _overtaken(store: ObjectStore, root: str, table: str, lease: leases.Lease, last: int) -> ContractError:
+    newest = leases.newest_epoch(store, lease.owned)
+    where, expected = f"table {table_uri(root, table)}", f"a last commit of an epoch before {lease.epoch}"
+    if newest is not None and newest["epoch"] > lease.epoch:
+        # It slept through so many commits that the epochs after its own are deleted: `check` saw no heir.
+        return ContractError(
+            where, expected=expected, found=f"epoch {last}; the lease has come to {newest['epoch']}",
+            safe="the table as it was", next_command="the same command again",
+        )  # fmt: skip
+    return ContractError(
+        where, expected=expected, found=f"epoch {last}: objects of {lease.owned} are lost", safe="the table as it was",
+        next_command="put them back; or opd repair RUN, which makes the table anew",
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def _local_lock(root: str, table: str) -> Iterator[None]:
     if "://" in root:
         yield
         return
-    path = Path(table_uri(root, table)).with_suffix(".lock")
+    path = _lock_path(root, table)
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + _LOCK_SECONDS
     with open(path, "ab") as file:
@@ -362,11 +340,27 @@ def _local_lock(root: str, table: str) -> Iterator[None]:
         yield
 
 
+def _lock_path(root: str, table: str) -> Path:
+    return Path(table_uri(root, table)).with_suffix(".lock")
+
+
+def _forget_durable(root: str, table: str) -> None:
+    """What the lock file says of a table that stood here before."""
+    if "://" not in root:
+        _lock_path(root, table).write_text("")
+
+
+def _make_durable(root: str, table: str) -> None:
+    if "://" not in root:  # S3 answers when an object is durable
+        table_files.sync(Path(table_uri(root, table)), _lock_path(root, table))
+
+
 def _equals(column: str, value: Any) -> str:
+    """column: as SQL spells it."""
     if value is None:
-        return f'"{column}" IS NULL'
+        return f"{column} IS NULL"
     text = "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
-    return f'"{column}" = {text}'
+    return f"{column} = {text}"
 
 
 def _literal(value: Any) -> str:

@@ -2,6 +2,9 @@
 
 A column is content or *observed* (worker, times, keys, counts of pre-emptions). Digests, and the promise that a
 rerun is byte-identical, cover content only. Each table but prompts starts with run_id and iteration.
+
+A table's schema has a version, which its Delta properties name. It rises with each column that is added: such a column
+says since which version it is there, is nullable, and stands last. Rows and digests made before are those of its null.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ TYPES = ("string", "int", "bigint", "float", "double", "boolean", "array<bigint>
 
 @dataclass(frozen=True)
 class Column:
+    """since: version of the table's schema that brought the column in; all after the first are nullable."""
+
     name: str
     type: str
     note: str
     observed: bool = False
     nullable: bool = False
+    since: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,16 @@ class Table:
     @property
     def content_columns(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.columns if not c.observed)
+
+    @property
+    def version(self) -> int:
+        """Of the schema, from 1."""
+        return max(c.since for c in self.columns)
+
+    @property
+    def added_columns(self) -> tuple[str, ...]:
+        """Columns that tables and rows of an older version lack; there they are null."""
+        return tuple(c.name for c in self.columns if c.since > 1)
 
     def column_names(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.columns)
@@ -179,8 +195,15 @@ def sort_rows(table: Table, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[s
 def content_digest(table: Table, rows: Iterable[Mapping[str, Any]], *, observed: bool = False) -> str:
     """SHA-256 over the content columns of the rows in sort-key order; order and observed columns do not matter.
 
-    observed=True takes the observed columns in: equal only when a reader could not tell the slices apart. Raises
-    KeyError for a row that lacks a column.
+    observed=True takes the observed columns in: equal only when a reader could not tell the slices apart. An added
+    column (`Table.added_columns`) counts where it is not null, so that digests made before it was added still hold.
+    Raises KeyError for a row that lacks another column.
     """
-    columns = table.column_names() if observed else table.content_columns
-    return digest([[_canonical(row[c]) for c in columns] for row in sort_rows(table, rows)])
+    columns = [c for c in table.columns if observed or not c.observed]
+
+    def values(row: Mapping[str, Any]) -> list[Any]:
+        first = [_canonical(row[c.name]) for c in columns if c.since == 1]
+        added = {c.name: _canonical(row[c.name]) for c in columns if c.since > 1 and row.get(c.name) is not None}
+        return [*first, added] if added else first
+
+    return digest([values(row) for row in sort_rows(table, rows)])

@@ -75,7 +75,7 @@ STOPPED = [
     case("missing segment of the log", FormatError, ".seg",
          lambda s: (shutil.rmtree(s.folder / "scratch/bad/wal"),
                     s.only("data/runs/bad/00000/rollout/*/p00000/e*/wal/000000.seg").unlink())),
-    case("damaged table", StoreError, "tables/prompts",
+    case("damaged table", FormatError, ("tables/prompts", "opd repair RUN"),
          lambda s: flip(s.only("data/tables/prompts/_delta_log/00000000000000000000.json"), 0.0)),
 ]  # fmt: skip
 
