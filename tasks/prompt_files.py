@@ -1,7 +1,7 @@
 """Prompts from a user's own files: JSONL (one object a line, UTF-8) and Parquet, each row checked before it counts.
 
     messages | text    a list of {role, content}, or one user message; exactly one of the two
-    answer domain teachers verifier context    optional; null is the same as absent
+    answer domain teachers verifier context    optional; null is the same as absent, inside objects too
 
 A row is taken whole or refused with file and line; equal rows are one prompt. The source's name is a digest of the
 file's bytes and of the settings that fill in what rows leave out, so a source's rows never change.
@@ -115,7 +115,7 @@ def _row(file: PromptFile, teacher_ids: Sequence[str], value: Any, where: str) -
                 f"{where}, column {name!r}", expected=f"one of {', '.join(COLUMNS)}",
                 found=repr(name) + nearest(name, COLUMNS),
             )  # fmt: skip
-    row = {name: v for name, v in value.items() if v is not None}
+    row = _without_nulls(value)
     _check_text(row, where)
     return {
         "domain": _string(row, "domain", where) or file.domain,
@@ -125,6 +125,16 @@ def _row(file: PromptFile, teacher_ids: Sequence[str], value: Any, where: str) -
         "verifier": _string(row, "verifier", where) or file.verifier or None,
         "context": json.dumps(_context(row, where), sort_keys=True),
     }
+
+
+def _without_nulls(value: Any) -> Any:
+    """A null of an object says what its absence says, at any depth: Parquet, whose rows share one set of names, writes
+    one for each name that only other rows have. A null of a list stays: without it the others would move."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def _check_text(value: Any, where: str) -> None:
@@ -173,8 +183,6 @@ def _messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
             hint = nearest(role, ROLES) if isinstance(role, str) else ""
             raise FormatError(f"{place}.role", expected=f"one of {', '.join(ROLES)}", found=repr(role) + hint)
         _string(message, "content", place)
-        if message["content"] is None:
-            raise FormatError(f"{place}, content", expected="text that is not empty", found="null")
     if messages[-1]["role"] == "assistant":
         raise FormatError(f"{where}, messages", expected="a last message that the student answers", found="assistant's")
     return messages

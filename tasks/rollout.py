@@ -32,11 +32,15 @@ def requests_of_iteration(
     """One group (list of requests) a prompt: training prompts of the iteration, then the held-out ones.
 
     A prompt that one iteration takes twice (around an epoch's end) gets further sample indices. Raises ContractError
-    for a prompt that leaves the student, a teacher or a pack no room for the longest response.
+    for a prompt of the run that leaves the student, a teacher or a pack no room for the longest response, ConfigError
+    for one that a template cannot take.
     """
     config = session.config
     train, heldout = split_prompts(prompts, config.seed, config.prompts.heldout)
     room = Room(config, tokenizer)
+    if not session.prompts_checked:  # all of them, since a fault in the last one should not wait for its iteration
+        room.check(prompts)
+        session.prompts_checked = True
     taken = prompts_of_iteration(train, config.seed, config.prompts.per_iteration, iteration)
     groups = []
     times_taken: Counter[str] = Counter()

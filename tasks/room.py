@@ -5,34 +5,40 @@ Checked before the first token is sampled: a trajectory is never cut to fit a co
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Iterable
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError
-from jinja2.sandbox import SandboxedEnvironment
-
 from schemas.config import RunConfig, Teacher
-from schemas.errors import ConfigError, ContractError
+from schemas.errors import ContractError
 from tasks.models import context_tokens, resolve_model
+from tasks.templates import render_row, teacher_template
 from tasks.text import Tokenizer
 
 
 def teacher_context(teacher: Teacher, tokenizer: Tokenizer, prompt: dict[str, Any]) -> list[int]:
-    """Token ids that the teacher reads before the response: the prompt, with its private system message if any."""
-    messages = json.loads(prompt["messages"])
+    """Token ids that the teacher reads before the response: the prompt, with its private system message if any.
+
+    Raises ConfigError, naming teacher or model folder, template and prompt, for a template that fails or prints a null.
+    """
+    messages, name = json.loads(prompt["messages"]), f"teacher {teacher.id}, {_name(prompt)}"
     if not teacher.template:
-        return tokenizer.render(messages)
-    try:
-        extra = (
-            SandboxedEnvironment(undefined=StrictUndefined)
-            .from_string(teacher.template)
-            .render(prompt | {"context": json.loads(prompt["context"] or "{}")})
-        )
-    except TemplateError as error:
-        raise ConfigError(
-            f"teachers, {teacher.id}, template", expected="a Jinja template of the prompt's columns", found=str(error)
-        ) from error
-    return tokenizer.render(messages, system_extra=extra)
+        return tokenizer.render(messages, prompt=name)
+    template = _compiled(teacher.template, f"teachers, {teacher.id}, template")
+    columns = prompt | {"context": json.loads(prompt["context"] or "{}")}
+    extra = render_row(template, columns, f"teachers, {teacher.id}, template, {_name(prompt)}")
+    return tokenizer.render(messages, system_extra=extra, prompt=name)
+
+
+#: A template serves a whole data set.
+_compiled = functools.lru_cache(maxsize=256)(teacher_template)
+
+
+def _name(prompt: dict[str, Any]) -> str:
+    """What an error calls a prompt: where it comes from, its identity, how its last message begins."""
+    text = json.loads(prompt["messages"])[-1]["content"]
+    return f"prompt {prompt.get('prompt_id', '')} of {prompt.get('source')}, {text[:60]!r}"
 
 
 class Room:
@@ -47,23 +53,30 @@ class Room:
             t.id: (t, Tokenizer.load(folders[t.id]), context_tokens(folders[t.id])) for t in config.teachers
         }
 
+    def check(self, prompts: Iterable[dict[str, Any]]) -> None:
+        """Raises, as `checked` does, for the first prompt that some reader cannot take."""
+        for prompt in prompts:
+            self.checked(prompt)
+
     def checked(self, prompt: dict[str, Any]) -> list[int]:
-        """Token ids of the prompt as the student reads it. Raises ContractError where its response has no room."""
-        ids = self._student.render(json.loads(prompt["messages"]))
-        self._check(prompt, len(ids), self._context, "the student's context")
-        self._check(prompt, len(ids), self._pack, "dispatch.pack_tokens")
+        """Token ids of the prompt as the student reads it.
+
+        Raises ContractError where its response has no room, ConfigError as `teacher_context` does.
+        """
+        ids = self._student.render(json.loads(prompt["messages"]), prompt=_name(prompt))
+        self._has_room(prompt, len(ids), self._context, "the student's context")
+        self._has_room(prompt, len(ids), self._pack, "dispatch.pack_tokens")
         for entry in prompt["teachers"]:
             teacher, tokenizer, context = self._teachers[entry["teacher_id"]]
-            self._check(
+            self._has_room(
                 prompt, len(teacher_context(teacher, tokenizer, prompt)), context, f"teacher {teacher.id}'s context"
             )
         return ids
 
-    def _check(self, prompt: dict[str, Any], tokens: int, limit: int, what: str) -> None:
+    def _has_room(self, prompt: dict[str, Any], tokens: int, limit: int, what: str) -> None:
         if not 0 < tokens <= limit - self._response:
-            text = json.loads(prompt["messages"])[-1]["content"]
             raise ContractError(
-                f"prompt {prompt['prompt_id']} of {prompt['source']}, {text[:60]!r}",
+                _name(prompt),
                 expected=f"1 to {limit - self._response} tokens: {limit} of {what} less {self._response} of "
                 "rollout.max_response_tokens",
                 found=f"{tokens} tokens", safe="nothing was sampled in this iteration",

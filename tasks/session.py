@@ -44,7 +44,8 @@ class Session:
     """What every stage is given. `spark` starts with a new run, else at its first call: a finished run needs none.
 
     target: (iteration, stage) that may be executed, all others must be finished; None: any may. trained: result of
-    the newest train stage, from which the next iteration's student comes; None before the first.
+    the newest train stage, from which the next iteration's student comes; None before the first. prompts_checked:
+    every prompt was read once as student and teachers read it.
     """
 
     config: RunConfig
@@ -54,6 +55,7 @@ class Session:
     target: tuple[int, str] | None = None
     trained: Any = None
     notes: dict[str, Any] = field(default_factory=dict)
+    prompts_checked: bool = False
 
     @property
     def run_id(self) -> str:

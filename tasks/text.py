@@ -8,21 +8,18 @@ messages alone.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template
 
 from ml.model_files import read_json
 from schemas.errors import ConfigError, FormatError
 from schemas.keys import digest
+from tasks.templates import chat_template, render
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -62,11 +59,13 @@ class Tokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return digest(sorted([index, token] for token, index in vocabulary.items()))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], system_extra: str | None = None) -> list[int]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], system_extra: str | None = None, *, prompt: str = ""
+    ) -> list[int]:
         """Ids of a conversation, up to where the assistant's answer begins.
 
-        system_extra joins the system message, after a blank line, or becomes one when there is none. Raises
-        ConfigError when the template refuses the messages.
+        system_extra joins the system message, after a blank line, or becomes one when there is none. prompt: whose
+        messages they are, for errors. Raises ConfigError, naming it, when the template refuses or fails.
         """
         conversation = [dict(message) for message in messages]
         if system_extra:
@@ -74,15 +73,11 @@ class Tokenizer:
                 conversation[0]["content"] = f"{conversation[0]['content']}\n\n{system_extra}"
             else:
                 conversation.insert(0, {"role": "system", "content": system_extra})
-        try:
-            text = self._template.render(
-                messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special
-            )
-        except (TemplateError, TypeError, LookupError) as error:
-            raise ConfigError(
-                f"{self.folder}, chat template", expected="a template that takes these messages", found=str(error)
-            ) from error
-        return self.encode(text)
+        values: dict[str, Any] = {
+            "messages": conversation, "tools": None, "documents": None, "add_generation_prompt": True, **self._special,
+        }  # fmt: skip
+        where = ", ".join(filter(None, [f"{self.folder}, chat template", prompt]))
+        return self.encode(render(self._template, values, where))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands: nothing is put before or after it."""
@@ -110,34 +105,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> Template:
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ConfigError(str(folder), expected="a chat template", found="none in its tokenizer files")
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ConfigError(f"{folder}, chat template", expected="a Jinja template", found=str(error)) from error
-
-
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: marks what an assistant wrote; here, only its contents."""
-
-    tags = {"generation"}  # noqa: RUF012  Jinja's own interface
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML, which chat templates do not mean.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
+    return chat_template(source, f"{folder}, chat template")
 
 
 def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

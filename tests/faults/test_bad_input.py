@@ -58,6 +58,10 @@ CONFIGURATION = [
     case("teacher's template is no Jinja", ConfigError, "hinted", lambda s: s.config("{{ answer }}", "{{ answer")),
     case("teacher's template names no column", ConfigError, "'answr' is undefined",
          lambda s: s.config("{{ answer }}", "{{ answr }}")),
+    case("teacher's template prints a missing answer", ConfigError, ("teachers, hinted, template", "answer is null"),
+         lambda s: (s.prompts({"text": "a"}), s.set("prompts.per_iteration=2"))),
+    case("teacher's template divides by zero", ConfigError, ("teachers, hinted, template", "ZeroDivisionError"),
+         lambda s: s.config("{{ answer }}", "{{ 1 // 0 }}")),
 ]  # fmt: skip
 
 MODELS = [
@@ -68,6 +72,8 @@ MODELS = [
          lambda s: (s.folder / "second/tokenizer.json").unlink()),
     case("no chat template", ConfigError, "chat template",
          lambda s: s.edit("student/tokenizer_config.json", chat_template=None)),
+    case("chat template that refuses a prompt", ConfigError, ("chat template", "prompt ", "no systems"),
+         lambda s: (s.edit("second/tokenizer_config.json", chat_template="{{ raise_exception('no systems') }}"), None)),
     case("weights cut short", FormatError, "model.safetensors",
          lambda s: cut(s.folder / "student/model.safetensors")),
     case("shard of the weights missing", FormatError, "model-00001-of-00001.safetensors", sharded),

@@ -147,7 +147,7 @@ BAD_ROWS = [
     ({"messages": [{"role": "usr", "content": "a"}]}, "messages[0].role", "did you mean 'user'"),
     ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role", "['user']"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages[0], content", "not empty"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0], content", "null"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0]", "role and content"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "messages", "student answers"),
     (TEXT | {"answer": True}, "line 2, answer", "True"),
     (TEXT | {"answer": ["a"]}, "line 2, answer", "['a']"),

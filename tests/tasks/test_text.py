@@ -159,9 +159,9 @@ def test_the_fingerprint_is_of_ids_and_tokens(folder, copy):
     [
         ("{% if %}", "Jinja template"),
         ("{{ raise_exception('no systems') }}", "no systems"),
-        ("{{ messages[3].content }}", "takes these messages"),
-        ("{{ messages.append(1) }}", "takes these messages"),
-        ("{{ ''.__class__.__mro__ }}", "takes these messages"),
+        ("{{ messages[3].content }}", "line 1 of the template"),
+        ("{{ messages.append(1) }}", "line 1 of the template"),
+        ("{{ ''.__class__.__mro__ }}", "line 1 of the template"),
         ("{{ strftime_now('%Y') }}", "strftime_now"),
         (None, "chat template"),
     ],
