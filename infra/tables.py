@@ -76,22 +76,28 @@ def _storage_options(root: str) -> dict[str, str] | None:
     return client_settings()
 
 
-def _delta_table(root: str, table: str) -> deltalake.DeltaTable:
-    """The table as it stands now. Raises ContractError for a schema that this software does not know."""
+def _delta_table(root: str, table: str, version: int | None = None) -> deltalake.DeltaTable:
+    """The table, the newest version by default. Raises ContractError for a schema that this software does not know."""
     with _readable(root, table):
-        found = deltalake.DeltaTable(table_uri(root, table), storage_options=_storage_options(root))
+        location = table_uri(root, table)
+        found = deltalake.DeltaTable(location, version=version, storage_options=_storage_options(root))
         table_files.check_log(open_store(root), table, found.version(), len(found.file_uris()))
-        version, columns = _schema(found)
+        schema_version, columns = _schema(found)
     spec = TABLES[table]
     unknown = sorted(columns - set(spec.column_names()))
     missing = sorted(set(spec.column_names()) - set(spec.added_columns) - columns)
-    if version > spec.version or unknown or missing:
+    if schema_version > spec.version or unknown or missing:
         raise ContractError(
             f"table {table_uri(root, table)}", expected=f"the columns of schema version {spec.version} or older",
-            found=f"version {version}, unknown columns {unknown}, missing columns {missing}",
+            found=f"version {schema_version}, unknown columns {unknown}, missing columns {missing}",
             safe="the table: nothing was written", next_command="the same command with the opd that wrote it, or newer",
         )  # fmt: skip
     return found
+
+
+def table_version(root: str, table: str) -> int | None:
+    """Newest version of a table; None for one that was never created. Raises like `read_rows`."""
+    return _delta_table(root, table).version() if table_exists(root, table) else None
 
 
 def _schema(table: deltalake.DeltaTable) -> tuple[int, set[str]]:
@@ -226,12 +232,14 @@ def _has_slice_from(root: str, table: str, run_id: str, iteration: int) -> bool:
 
 
 def read_rows(
-    root: str, table: str, where: Mapping[str, Any], columns: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
+    root: str, table: str, where: Mapping[str, Any], columns: Sequence[str] | None = None, *,
+    version: int | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Rows whose columns equal the values of `where`, in order of slice key and sort key, without a JVM.
 
-    columns: a subset of the table's, all by default. A table that was never created has no rows. Raises ContractError
-    for an unknown column, StoreError when the table cannot be read.
+    columns: a subset of the table's, all by default. version: of the table, the newest by default. A table that was
+    never created has no rows. Raises ContractError for an unknown column or a newer schema, FormatError for a damaged
+    table, StoreError when the store does not answer.
     """
     spec = TABLES[table]
     wanted = list(columns) if columns is not None else list(spec.column_names())
@@ -240,7 +248,7 @@ def read_rows(
         raise ContractError(f"table {table}", expected=f"columns of {spec.column_names()}", found=unknown[0])
     if not table_exists(root, table):
         return []
-    source = _delta_table(root, table)
+    source = _delta_table(root, table, version)
     there = _schema(source)[1]
     sources = {c: f'"{c}"' if c in there else "NULL" for c in spec.column_names()}
     order = ", ".join(f'"{c}" NULLS FIRST' for c in (*spec.slice_key, *spec.sort_key))

@@ -90,7 +90,9 @@ def test_the_same_rows_again_add_no_version(spark: SparkSession, spark_root: str
     assert (first["written"], second["written"]) == (True, False)
     assert first["version"] == second["version"]
     third = commit(spark, spark_root, "metrics", metrics_slice("again"), [*new_rows[:4], metric("again", 4, 0.5)])
-    assert third["version"] == first["version"] + 1
+    assert third["version"] == first["version"] + 1 == tables.table_version(spark_root, "metrics")
+    before = tables.read_rows(spark_root, "metrics", {"run_id": "again"}, version=first["version"])
+    assert before == new_rows
 
 
 def test_a_stale_observed_column_is_replaced(spark: SparkSession, spark_root: str) -> None:
