@@ -296,6 +296,9 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_rows, width, dtype=dtype))
 
     def forward(self, ids_N: torch.Tensor) -> torch.Tensor:
+        if self.weight.is_cuda and not torch.is_grad_enabled():
+            # F.embedding takes up to 16 rows one after the other there.
+            return weight_values(self.weight[ids_N], self.precision)
         return weight_values(F.embedding(ids_N, self.weight), self.precision)
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.early import launch_early, starts_early
 from kernels.paged_attention import prefill
 from schemas.errors import ContractError
 
@@ -67,7 +68,9 @@ def _decode(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     ONE_CUT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    starts_early(EARLY)
     # KV heads vary fastest: programs that run side by side read neighbouring bytes of the same tokens.
     kv_head = tl.program_id(0)
     cut = tl.program_id(1)
@@ -122,7 +125,9 @@ def _merge_cuts(
     HEADS: tl.constexpr,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    starts_early(EARLY)
     sequence = tl.program_id(0)
     first_row = tl.load(cu_rows_ptr + sequence)
     if tl.load(cu_rows_ptr + sequence + 1) - first_row != 1:
@@ -199,10 +204,12 @@ def paged_attention(
         STAGES=DECODE_STAGES,
         ONE_CUT=cuts == 1,
         num_warps=4,
+        **launch_early(q_NHC.device),
         **tile,
     )
     if cuts > 1:
-        _merge_cuts[(sequences, heads)](acc, stats, cu_rows_S1, kv_tokens_S, o_NHC, cuts, num_warps=1, **sizes)
+        options = launch_early(q_NHC.device) | sizes
+        _merge_cuts[(sequences, heads)](acc, stats, cu_rows_S1, kv_tokens_S, o_NHC, cuts, num_warps=1, **options)
     # As many sequences as rows may still hide a chunk beside an empty sequence; one row cannot.
     if rows > 1 and not single_rows:
         prefill.prefill(q_NHC, *caches, *tables, o_NHC, scale, tile)

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.early import launch_early, starts_early
+
 _GATE_COLUMNS = 1024
 _HEADS = 8
 
@@ -42,6 +44,7 @@ def _launch_norm(x_ND, delta_ND, weight_D, sum_ND, y_ND, epsilon, *, add):
     _rms_norm[(rows,)](
         x_ND, delta_ND, weight_D, sum_ND, y_ND, *strides, width, epsilon,
         ADD=add, BLOCK=block, num_warps=min(8, max(1, block // 256)),
+        **launch_early(x_ND.device),
     )  # fmt: skip
 
 
@@ -51,8 +54,9 @@ def silu_gate(gate_NI, up_NI):
     if y_NI.numel():
         tiles = triton.cdiv(width, _GATE_COLUMNS)
         _silu_gate[(rows * tiles,)](
-            gate_NI, up_NI, y_NI, gate_NI.stride(0), up_NI.stride(0), width, tiles, BLOCK=_GATE_COLUMNS, num_warps=4
-        )
+            gate_NI, up_NI, y_NI, gate_NI.stride(0), up_NI.stride(0), width, tiles, BLOCK=_GATE_COLUMNS, num_warps=4,
+            **launch_early(gate_NI.device),
+        )  # fmt: skip
     return y_NI
 
 
@@ -86,7 +90,7 @@ def _launch_rotate(q_NHC, k_NGC, v_NGC, rotary, norms, k_slots, v_slots, slots_N
         q_NHC.stride(0), k_NGC.stride(0), values.stride(0), epsilon, tiles,
         HEADS=heads, KV_HEADS=kv_heads, Q_TILES=q_tiles, KV_TILES=kv_tiles, HALF=half,
         BLOCK_C=triton.next_power_of_2(half), BLOCK_X=_HEADS, NORM=norms is not None, SLOTS=slots_N is not None,
-        num_warps=4,
+        num_warps=4, **launch_early(q_NHC.device),
     )  # fmt: skip
     return turned_NHC
 
@@ -104,7 +108,9 @@ def _rms_norm(
     epsilon,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    starts_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column_B = tl.arange(0, BLOCK)
     inside_B = column_B < width
@@ -123,7 +129,8 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_gate(gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, width, tiles, BLOCK: tl.constexpr):
+def _silu_gate(gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, width, tiles, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    starts_early(EARLY)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     column_B = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     inside_B = column_B < width
@@ -161,7 +168,9 @@ def _rotate(
     BLOCK_X: tl.constexpr,
     NORM: tl.constexpr,
     SLOTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    starts_early(EARLY)
     tile = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64) if SLOTS else row

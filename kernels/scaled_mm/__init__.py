@@ -58,18 +58,20 @@ def row_invariant_mm(
     x_MK and w_NK: bf16 (or fp32 on the CPU). dtype: of the result, x_MK's unless fp32 is asked for, whose sums are
     never rounded; w_NK may then be fp32 too, holding bf16 values. The bias is added to the rounded product.
 
-    impl: None or "library" takes, on CUDA, cuBLASLt with split-K off and never fewer than 16 rows (it sets torch's
-    choice of BLAS library for the process), on the CPU, calls of a fixed number of rows; "triton" our own product in
-    the same order of sums; "reference" a float64 sum, row-invariant on no device. Run `self_test` over a model's
-    shapes before relying on the library.
+    impl: None takes, on CUDA, the way that `self_test` has chosen for the shape, "library" without a choice: cuBLASLt
+    with split-K off and never fewer than 16 rows (it sets torch's choice of BLAS library for the process); on the CPU
+    both make calls of a fixed number of rows. "triton": our own product in the same order of sums; "reference": a
+    float64 sum, row-invariant on no device. Run `self_test` over a model's shapes before relying on it.
     """
     dtype = dtype or x_MK.dtype
     if impl == "triton":
         from kernels.scaled_mm.dense import triton_mm as product
     elif impl == "reference":
         from kernels.scaled_mm.reference import dense_mm as product
-    elif x_MK.is_cuda:
+    elif x_MK.is_cuda and impl == "library":
         from kernels.scaled_mm.dense import library_mm as product
+    elif x_MK.is_cuda:
+        from kernels.scaled_mm.choice import chosen_mm as product
     else:
         from kernels.scaled_mm.fixed_rows import fixed_rows_mm as product
     y_MN = product(x_MK, w_NK, dtype)
@@ -90,16 +92,17 @@ def row_invariant_mms(x_MK: torch.Tensor, w_NK: torch.Tensor, sizes: Sequence[in
 def self_test(
     shapes: Iterable[tuple[int, int]], *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda"
 ) -> None:
-    """Prove on this device that `row_invariant_mm` is row-invariant for weights of the shapes (N, K).
+    """Choose the fastest ways of `row_invariant_mm` for weights of the shapes (N, K) on this device, and prove them.
 
-    Compares rows of one product of 2048 rows, bit for bit, with products of 1 to 2000 of them at other positions.
-    dtype: of the result. On the CPU there is nothing to prove: every call has the same shape. Raises ContractError
-    that names the first shape and number of rows that fail.
+    On CUDA products of up to 256 rows are timed, once a shape and process (about 0.1 s). Compares rows of one product
+    of 2048 rows, bit for bit, with products of 1 to 2000 of them at other positions. dtype: of the result. On the CPU
+    there is nothing to prove: every call has the same shape. Raises ContractError that names the first shape and number
+    of rows that fail.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return
-    from kernels.scaled_mm.dense import check_row_invariance
+    from kernels.scaled_mm.choice import check_row_invariance
 
     for num_rows, num_columns in shapes:
         check_row_invariance(num_rows, num_columns, dtype, device)

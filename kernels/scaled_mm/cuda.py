@@ -25,7 +25,8 @@ _BFLOAT16, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 9, 3, 3
 def compile_source(path: Path, defines: tuple[tuple[str, int | str], ...]) -> bytes:
     """The device code (cubin) of a source file. Needs no GPU. Raises RuntimeError with the compiler's own words."""
     library = ctypes.CDLL(f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}")
-    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", f"--include-path={path.parent}"]
+    options += [f"-D{name}={value}" for name, value in defines]
     program = ctypes.c_void_p()
     _compiler(library.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), path.name.encode(), 0, None, None))
     try:
@@ -95,18 +96,32 @@ def tensor_map(x_MK: torch.Tensor, box_rows: int) -> ctypes.Array:
     matrix must start at a multiple of 16 bytes and K be a multiple of 8.
     """
     rows, columns = x_MK.shape
-    raw = ctypes.create_string_buffer(192)
+    return _encoded(x_MK, (columns, rows), (columns * 2,), (64, box_rows))
+
+
+def tile_map(x_MK: torch.Tensor, box_rows: int, box_tiles: int) -> ctypes.Array:
+    """As `tensor_map`, of boxes of box_tiles x box_rows x 64: tiles of 64 columns one after the other.
+
+    K must be a multiple of 64.
+    """
+    rows, columns = x_MK.shape
+    return _encoded(x_MK, (64, rows, columns // 64), (columns * 2, 128), (64, box_rows, box_tiles))
+
+
+def _encoded(x_MK: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> ctypes.Array:
+    """The fastest dimension first. strides: bytes, of all dimensions but that."""
+    raw, rank = ctypes.create_string_buffer(192), len(sizes)
     tensor = (ctypes.c_char * 128).from_buffer(raw, -ctypes.addressof(raw) % 64)
     _driver(
         "cuTensorMapEncodeTiled",
         ctypes.byref(tensor),
         _BFLOAT16,
-        2,
+        rank,
         ctypes.c_void_p(x_MK.data_ptr()),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(columns * 2),
-        (ctypes.c_uint32 * 2)(64, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
         _SWIZZLE_128_BYTES,
         _PROMOTE_TO_256_BYTES,

@@ -16,12 +16,7 @@
 // their names.
 // Letters: N rows of the weight, M rows of x, K columns of both.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap {
-  u64 opaque[16];
-};
+#include "hopper.cuh"
 
 constexpr u32 WORD_BYTES = 2048;     // of a tile, 64 rows x 64 columns
 constexpr u32 EXPONENT_BYTES = 128;
@@ -32,48 +27,6 @@ constexpr u32 WORDS_AT = X_AT + SLOTS * TILES * X_BYTES;  // [group][slot][tile]
 constexpr u32 EXPONENTS_AT = WORDS_AT + GROUPS * SLOTS * TILES * WORD_BYTES;
 constexpr u32 FULL_AT = EXPONENTS_AT + GROUPS * SLOTS * TILES * EXPONENT_BYTES;
 constexpr u32 EMPTY_AT = FULL_AT + SLOTS * 8;
-
-__device__ __forceinline__ u32 shared_base() {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  return static_cast<u32>(__cvta_generic_to_shared(memory));
-}
-
-__device__ __forceinline__ void init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// Branches are within the text: one that the compiler sees amid products in flight makes it wait for each of them.
-__device__ __forceinline__ void wait(u32 barrier, u32 parity, bool needed = true) {
-  asm volatile(
-      "{\n.reg .pred done;\nsetp.eq.u32 done, %2, 0;\n@done bra over;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\nover:\n}" ::"r"(barrier),
-      "r"(parity), "r"(u32(needed))
-      : "memory");
-}
-
-// Whether the phase is over. Asked ahead of time, since an answer takes as long as decoding a quarter of a tile.
-__device__ __forceinline__ bool passed(u32 barrier, u32 parity) {
-  u32 result;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-      : "=r"(result)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return result;
-}
-
-__device__ __forceinline__ void arrive(u32 barrier, bool speaks) {
-  asm volatile(
-      "{\n.reg .pred speaks;\nsetp.ne.u32 speaks, %1, 0;\n"
-      "@speaks mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
-      "r"(u32(speaks))
-      : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 
 __device__ __forceinline__ void copy(u32 target, const void* source, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
@@ -104,34 +57,11 @@ __device__ __forceinline__ void decode(u32 word, u32 scales, u32* operand) {
       : "r"(word), "r"(scales));
 }
 
-// True in one lane of a warp. From this instruction the compiler knows that it is one, and needs no loop over lanes.
-__device__ __forceinline__ bool elected() {
-  u32 result;
-  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(result));
-  return result;
-}
-
-#define TEXT(x) #x
-#define EXPANDED_TEXT(x) TEXT(x)
-
 // sums[64, ROWS] += operand[64, 16] @ x[ROWS, 16].T, x by its descriptor in shared memory.
 __device__ __forceinline__ void multiply(float* sums, const u32* operand, u64 x) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n" EXPANDED_TEXT(ROWS) "k16.f32.bf16.bf16 " OPERANDS ", 1, 1, 1, 0;"
                : SUMS
                : "r"(operand[0]), "r"(operand[1]), "r"(operand[2]), "r"(operand[3]), "l"(x));
-}
-
-__device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void multiply_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// Rows of 128 bytes, swizzled; 1024 bytes from eight rows to the next.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return u64(1) << 62 | u64(64) << 32 | 1 << 16 | address >> 4;
 }
 
 // A slot of the ring, and the parity of its barriers.
@@ -142,14 +72,13 @@ struct Place {
   }
 };
 
+// Weights are constant while products run, so a ring's worth of them is fetched while kernels before this one still run,
+// as long as those that start others early (griddepcontrol) write no weights; x after their end.
 // first_m: of the block. Rows past the weight's last tile are its last tile's again, which nobody stores.
 __device__ __forceinline__ void fetch(const TensorMap* x_map, const u32* words, const u32* exponents, u32 memory,
                                       u32 first_m, u32 row_tile, u32 row_tiles, u32 column_tiles) {
-  Place place;
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // for all that ran before on the stream
-  for (u32 tile = 0; tile < column_tiles; tile += TILES, place.advance()) {
+  auto copy_weight = [&](const Place& place, u32 tile) {
     u32 full = memory + FULL_AT + place.slot * 8;
-    wait(memory + EMPTY_AT + place.slot * 8, place.parity ^ 1);
     expect(full, TILES * (X_BYTES + GROUPS * (WORD_BYTES + EXPONENT_BYTES)));
 #pragma unroll
     for (u32 group = 0; group < GROUPS; ++group) {
@@ -159,9 +88,22 @@ __device__ __forceinline__ void fetch(const TensorMap* x_map, const u32* words, 
       copy(memory + EXPONENTS_AT + slot * EXPONENT_BYTES, exponents + first * (EXPONENT_BYTES / 4),
            TILES * EXPONENT_BYTES, full);
     }
+  };
+  auto copy_rows = [&](const Place& place, u32 tile) {
 #pragma unroll
     for (u32 i = 0; i < TILES; ++i)
-      copy_x(memory + X_AT + (place.slot * TILES + i) * X_BYTES, x_map, (tile + i) * 64, first_m, full);
+      copy_x(memory + X_AT + (place.slot * TILES + i) * X_BYTES, x_map, (tile + i) * 64, first_m,
+             memory + FULL_AT + place.slot * 8);
+  };
+  const u32 ahead = min(column_tiles, SLOTS * TILES);
+  Place place, filled;
+  for (u32 tile = 0; tile < ahead; tile += TILES, filled.advance()) copy_weight(filled, tile);
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // for all that ran before on the stream
+  for (u32 tile = 0; tile < ahead; tile += TILES, place.advance()) copy_rows(place, tile);
+  for (u32 tile = ahead; tile < column_tiles; tile += TILES, place.advance()) {
+    wait(memory + EMPTY_AT + place.slot * 8, place.parity ^ 1);
+    copy_weight(place, tile);
+    copy_rows(place, tile);
   }
 }
 

@@ -275,7 +275,8 @@ class Runner:
             ids_N=torch.where(ids_N < 0, self.last_ids[slots_N], ids_N),
             positions_N=positions_N,
             kv_slots_N=pages_N * self.page_tokens + positions_N % self.page_tokens,
-            table_SP=self.tables[:, :width].index_select(0, slots_N),
+            # Not by index_select, which takes up to 16 rows one after the other.
+            table_SP=self.tables[:, :width][slots_N],
             cu_rows_S1=torch.arange(num_rows + 1, dtype=torch.int32, device=self.device),
             kv_tokens_S=rows_4N[1] + 1,
             single_rows=True,
