@@ -1,8 +1,9 @@
-"""Text and token ids: a model folder's tokenizer and chat template, read from its own files.
+"""Text and token ids: a model folder's tokenizer and chat template, as transformers' AutoTokenizer reads them.
 
-tokenizer.json gives the ids, chat_template.jinja or tokenizer_config.json the template, generation_config.json and
-config.json the stop tokens. Templates run in Jinja's sandbox and see no clock, so ids depend on the files and the
-messages alone.
+Which of tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json and chat_template.jinja wins
+over which depends on the tokenizer's class; AutoTokenizer knows, and what serves a model elsewhere asks it too.
+generation_config.json and config.json give the stop tokens. Templates run in our own sandbox (tasks.templates) and see
+no clock, so ids depend on the files and the messages alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from jinja2 import Template
 
 from ml.model_files import read_json
 from schemas.errors import ConfigError, FormatError
-from schemas.keys import digest
+from schemas.keys import canonical_json, digest, digest_bytes
 from tasks.templates import chat_template, render
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+#: Files that change ids; the first two must be there. transformers says little of one that it cannot read.
+_NEEDED = ("tokenizer.json", "tokenizer_config.json")
+_OPTIONAL = ("special_tokens_map.json", "added_tokens.json", "config.json")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Tokenizer:
     vocab_size: int
     stop_ids: tuple[int, ...]
     _backend: tokenizers.Tokenizer
+    _source: str
     _template: Template
     _special: Mapping[str, str]
 
@@ -39,17 +43,21 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Raises ConfigError (missing file, template or stop token) and FormatError (a file that does not parse)."""
         folder = Path(folder)
-        backend = _read_backend(folder / "tokenizer.json")
-        settings = read_json(folder / "tokenizer_config.json")
+        theirs = _read_files(folder)
+        backend = theirs.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        special = _special_tokens(folder, settings)
         vocab_size = max(vocabulary.values(), default=-1) + 1
+        special = dict(theirs.special_tokens_map)  # names that templates use ("eos_token") -> token
+        source = _template_source(folder, theirs)
         return cls(
             folder=folder,
             vocab_size=vocab_size,
             stop_ids=_stop_ids(folder, vocabulary, special, vocab_size),
             _backend=backend,
-            _template=_read_template(folder, settings),
+            _source=source,
+            _template=chat_template(source, f"{folder}, chat template"),
             _special=special,
         )
 
@@ -58,6 +66,16 @@ class Tokenizer:
         """SHA-256 over the (id, token) pairs: models of equal fingerprint mean the same by the same id."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return digest(sorted([index, token] for token, index in vocabulary.items()))
+
+    @functools.cached_property
+    def behaviour_digest(self) -> str:
+        """SHA-256 over all that decides which ids a conversation becomes, and where a response ends.
+
+        Vocabulary, merges, normalizer, pre-tokenizer, added tokens with their flags, chat template, special tokens,
+        stop ids: as they are in effect, so a library that reads the same files otherwise changes it.
+        """
+        state = [self._backend.to_str(), self._backend.encode_special_tokens, self._source, dict(self._special)]
+        return digest_bytes(canonical_json([*state, list(self.stop_ids)]))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], system_extra: str | None = None, *, prompt: str = ""
@@ -87,38 +105,36 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=not keep_special)
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    read_json(path)
+def _read_files(folder: Path) -> Any:
+    """transformers' tokenizer of a folder. Raises ConfigError and FormatError."""
+    for name in _NEEDED:
+        read_json(folder / name)
+    for name in _OPTIONAL:
+        if (folder / name).exists():
+            read_json(folder / name)
+    from transformers import AutoTokenizer  # a second and torch, which most commands need not pay
+
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises plain Exception
-        raise FormatError(str(path), expected="a tokenizer", found=str(error)) from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+        theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of libraries in Python and Rust, which raise what they like
+        raise FormatError(
+            f"{folder}, tokenizer.json and the files beside it",
+            expected="a tokenizer that transformers reads without code of the folder's own",
+            found=f"{type(error).__name__}: {error}"[:500],
+        ) from error
+    if not isinstance(getattr(theirs, "backend_tokenizer", None), tokenizers.Tokenizer):
+        raise ConfigError(
+            f"{folder / 'tokenizer_config.json'}, tokenizer_class", expected="a class that stands on tokenizer.json",
+            found=type(theirs).__name__,
+        )  # fmt: skip
+    return theirs
 
 
-def _read_template(folder: Path, settings: Mapping[str, Any]) -> Template:
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.exists() else settings.get("chat_template")
-    if isinstance(source, list):
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if not isinstance(source, str):
-        raise ConfigError(str(folder), expected="a chat template", found="none in its tokenizer files")
-    return chat_template(source, f"{folder}, chat template")
-
-
-def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Names that templates use ("eos_token") -> token."""
-    path = folder / "special_tokens_map.json"
-    values = (read_json(path) if path.exists() else {}) | {k: v for k, v in settings.items() if v is not None}
-    tokens = {}
-    for name in _SPECIAL_NAMES:
-        value = values.get(name)
-        token = value.get("content") if isinstance(value, dict) else value
-        if isinstance(token, str):
-            tokens[name] = token
-    return tokens
+def _template_source(folder: Path, theirs: Any) -> str:
+    try:
+        return theirs.get_chat_template()
+    except ValueError:  # none, or several without a default
+        raise ConfigError(str(folder), expected="a chat template", found="none in its tokenizer files") from None
 
 
 def _stop_ids(

@@ -121,7 +121,9 @@ def test_sizes_and_stop_ids(copy):
     assert Tokenizer.load(copy).stop_ids == (2, 9)
     edit(copy / "config.json", eos_token_id=None)
     assert Tokenizer.load(copy).stop_ids == (2,)
-    edit(copy / "tokenizer_config.json", eos_token={"content": "<|endoftext|>", "special": True})
+    edit(
+        copy / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": "<|endoftext|>", "special": True}
+    )
     assert Tokenizer.load(copy).stop_ids == (0,)
     edit(copy / "tokenizer_config.json", eos_token=None)
     with pytest.raises(ConfigError, match="stop token"):
