@@ -1,71 +1,139 @@
-"""Who owns a run, a partition of a stage or a table's next commit: numbered epochs in the object store.
+"""Who owns a run, a partition of a stage or a table's next commit, and for how long.
 
-    OWNED/epochs/000001.json       {"kind": "lease", "epoch": 1, "nonce": ..., "owner": {...}}
-    OWNED/epochs/000002.json       {"kind": "manifest", "epoch": 2, "nonce": ..., "owner": ..., "manifest": {...}}
-    OWNED/heartbeats/000001.json   {"counter": 17, "nonce": ..., "released": false}
+    OWNED/epochs/000001.json       one object an epoch (infra.epochs): a lease, a manifest or a revocation
+    OWNED/heartbeats/000001.json   {"counter": 17, "nonce": ..., "released": false}, written again by the owner
 
-Each epoch object is created once (put_if_absent) and never changed, and numbers have no gaps. The newest one
-decides: a lease names the owner, a manifest says that the work is finished for good. An owner finishes by
-putting the manifest at the number after its own, so whoever was superseded cannot finish and what is finished
-cannot be taken over. A store cannot stop a superseded owner from writing: nothing it writes is ever read.
+Who wants to own puts a lease at the next number; who finishes puts the manifest at the number after its own, so
+whoever was superseded cannot finish and what is finished cannot be taken over. A store cannot stop a superseded owner
+from writing: nothing it writes is ever read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import json
 import logging
+import math
 import os
-import socket
 import threading
 import time
 import uuid
-from dataclasses import dataclass
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from infra import epochs, owners
+from infra.epochs import Finished, finished, revoke
 from infra.store import ObjectStore
 from schemas import keys
 from schemas.errors import ContractError, FormatError, StoreError
 
+__all__ = ["Finished", "Lease", "Superseded", "acquire", "finished", "release", "revoke"]
+
 _log = logging.getLogger(__name__)
 
+#: How long the end of a lease waits for a beat in flight, and for the store to take the word "released".
+_ENDING_SECONDS = 2.0
+#: Who waits says so after the first time, then again each time the second has passed.
+_FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 3.0, 10.0
+#: Nonces of leases that this process holds or is taking: (process id, thread) of the taker.
+_held: dict[str, tuple[int, int]] = {}
 
-@dataclass(frozen=True)
-class Finished:
-    """The work is done: the epoch number of its manifest, and the manifest."""
 
-    epoch: int
-    manifest: dict[str, Any]
+class Superseded(ContractError):
+    """Another owner has followed: what this one still writes is not read."""
 
 
 class Lease:
     """Ownership of `owned` from epoch `epoch` until a newer epoch object exists.
 
     As a context manager it beats five times per dead_after_seconds and, if the block ends without `finish`,
-    releases. One Lease belongs to one process.
+    releases, which never fails. A beat proves that the working thread moves: it must call `progress` (or `check`) at
+    least once in patience_seconds, or declare a longer step by `patience`. One Lease belongs to one process.
     """
 
     def __init__(
-        self, store: ObjectStore, owned: str, epoch: int, nonce: str, owner: dict[str, Any], dead_after_seconds: float
-    ) -> None:
+        self, store: ObjectStore, owned: str, epoch: int, nonce: str, owner: dict[str, Any],
+        dead_after_seconds: float, patience_seconds: float = math.inf,
+    ) -> None:  # fmt: skip
         self.owned, self.epoch, self.owner = owned, epoch, owner
         self.dead_after_seconds = dead_after_seconds
         self._store, self._nonce = store, nonce
-        self._counter = 0
+        self._patience_seconds = patience_seconds
+        self._counter = itertools.count(1)
         self._ended = False
-        self._write_lock = threading.Lock()
+        # An observer that has seen nothing since then cannot have waited long enough.
+        self._seen_alive = self._moved = time.monotonic()
+        self._heir: dict[str, Any] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        weakref.finalize(self, _held.pop, nonce, None).atexit = False  # a lease that was dropped is held by nobody
+
+    @functools.cached_property
+    def _beats(self) -> ObjectStore:
+        """The store for what must be quick or fail: one connection gone silent must not cost the lease."""
+        return _within(self._store, max(self.dead_after_seconds / 5, 1.0))
+
+    # --- the working thread
+
+    def progress(self) -> None:
+        """The work moves. Costs nothing; Superseded once the heartbeat has learnt of another owner."""
+        self._moved = time.monotonic()
+        if self._heir is not None:
+            raise self._superseded(self._heir)
+
+    @contextlib.contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """A step of the block may take `seconds` without `progress` (never less than the lease's own patience)."""
+        usual = self._patience_seconds
+        self._patience_seconds = max(usual, seconds)
+        self._moved = time.monotonic()
+        try:
+            yield
+        finally:
+            self._moved = time.monotonic()
+            self._patience_seconds = usual
+
+    def check(self) -> None:
+        """Superseded if another owner has followed; progress, too.
+
+        While the store does not answer, a heartbeat that arrived less than dead_after_seconds ago is answer enough:
+        nobody can have waited longer. After that StoreError, once the store's own patience has ended.
+        """
+        self._moved = time.monotonic()
+        if self._heir is not None:
+            raise self._superseded(self._heir)
+        try:
+            self._ask(self._beats)
+        except StoreError:
+            if time.monotonic() - self._seen_alive >= self.dead_after_seconds:
+                self._ask(self._store)
+            self._moved = time.monotonic()
+
+    def finish(self, manifest: dict[str, Any]) -> None:
+        """Publish `manifest` as the result, once and for good; Superseded if another owner has followed."""
+        self._moved = time.monotonic()
+        body = epochs.body("manifest", self.epoch + 1, self._nonce, self.owner, manifest=manifest)
+        if not epochs.put(self._store, self.owned, self.epoch + 1, body):
+            raise self._superseded(epochs.read(self._store, self.owned, self.epoch + 1) or {})
+        self._end()
+
+    # --- the heartbeat
 
     def heartbeat(self) -> None:
-        """Show observers that the owner lives. StoreError if the store cannot be reached."""
-        self._beat(released=False)
+        """Show observers that the owner lives. StoreError if the store cannot be reached in time."""
+        if not self._ended:
+            began = time.monotonic()
+            self._put_heartbeat(self._beats, released=False)
+            self._seen_alive = began
 
     def start_heartbeat(self, every_seconds: float) -> None:
-        """Beat from a background thread until finish, release or the end of the process.
+        """Beat from a background thread until finish, release or the end of the process, while the work moves.
 
         A beat that fails is logged and the next one tried: if too many fail another owner takes over, and
-        `check` and `finish` say so here.
+        `progress`, `check` and `finish` say so here.
         """
         if self._thread is not None:
             raise RuntimeError(f"{self.owned}: heartbeat already started")
@@ -74,56 +142,58 @@ class Lease:
         )
         self._thread.start()
 
-    def check(self) -> None:
-        """ContractError if this owner has been superseded."""
-        newer = _read(self._store, self.owned, self.epoch + 1)
+    def _keep_beating(self, every_seconds: float) -> None:
+        silent = False
+        while True:
+            began = time.monotonic()
+            still_seconds = began - self._moved
+            if silent != (still_seconds > self._patience_seconds):
+                silent = not silent
+                said = f"stops: no progress in {still_seconds:.0f} s" if silent else "goes on"
+                _log.warning("heartbeat of %s at epoch %d %s", self.owned, self.epoch, said)
+            try:
+                if not silent:
+                    self.heartbeat()
+                self._ask(self._beats)
+            except Superseded as error:
+                _log.warning("heartbeat ends: %s", error)
+                return
+            except Exception as error:  # whatever it is, the next beat may arrive
+                _log.warning("no heartbeat of %s at epoch %d: %s", self.owned, self.epoch, error)
+            if self._stop.wait(max(every_seconds - (time.monotonic() - began), every_seconds / 10)):
+                return
+
+    def _put_heartbeat(self, store: ObjectStore, *, released: bool) -> None:
+        # Without a lock: a beat may hang in the store, and nobody may have to wait for it. One that arrives late shows
+        # an owner as alive a little longer, which delays an heir and harms nothing.
+        body = {"counter": next(self._counter), "nonce": self._nonce, "released": released}
+        store.put(keys.heartbeat(self.owned, self.epoch), keys.canonical_json(body))
+
+    def _ask(self, store: ObjectStore) -> None:
+        newer = epochs.read(store, self.owned, self.epoch + 1)
         if newer is not None and newer["nonce"] != self._nonce:
+            self._heir = newer
             raise self._superseded(newer)
 
-    def finish(self, manifest: dict[str, Any]) -> None:
-        """Publish `manifest` as the result, once and for good; ContractError if this owner was superseded."""
-        body = _body("manifest", self.epoch + 1, self._nonce, self.owner, manifest)
-        if not _put_epoch(self._store, self.owned, self.epoch + 1, body):
-            newer = _read(self._store, self.owned, self.epoch + 1)
-            raise self._superseded(newer or {})
-        self._end()
-
-    def _superseded(self, newer: dict[str, Any]) -> ContractError:
-        return ContractError(
+    def _superseded(self, newer: dict[str, Any]) -> Superseded:
+        kind = epochs.KINDS.get(newer.get("kind", ""), "an object")
+        return Superseded(
             keys.epoch(self.owned, self.epoch),
             expected="to be the newest epoch",
-            found=f"epoch {newer.get('epoch')}, a {newer.get('kind')} of {describe_owner(newer.get('owner', {}))}",
+            found=f"epoch {newer.get('epoch')}, {kind} of {owners.describe(newer.get('owner', {}))}",
             safe="the newer owner's work; what this process wrote is not read",
         )
 
-    def _beat(self, *, released: bool) -> None:
-        with self._write_lock:
-            if self._ended:
-                return
-            self._counter += 1
-            body = {"counter": self._counter, "nonce": self._nonce, "released": released}
-            self._store.put(keys.heartbeat(self.owned, self.epoch), keys.canonical_json(body))
-            self._ended = released
+    # --- the end
 
-    def _keep_beating(self, every_seconds: float) -> None:
-        while True:
-            try:
-                self.heartbeat()
-                self.check()
-            except StoreError as error:
-                _log.warning("no heartbeat of %s at epoch %d: %s", self.owned, self.epoch, error)
-            except ContractError as error:
-                _log.warning("heartbeat stops: %s", error)
-                return
-            if self._stop.wait(every_seconds):
-                return
-
-    def _end(self) -> None:
-        with self._write_lock:
-            self._ended = True
+    def _end(self) -> bool:
+        """Stop the heartbeat; False if it had ended before."""
+        first, self._ended = not self._ended, True
         self._stop.set()
+        _held.pop(self._nonce, None)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_ENDING_SECONDS)
+        return first
 
     def __enter__(self) -> Lease:
         self.start_heartbeat(self.dead_after_seconds / 5)
@@ -133,122 +203,151 @@ class Lease:
         release(self)
 
 
+def release(lease: Lease) -> None:
+    """A clean stop without a result: an heir need not wait. Harmless after finish or a second time.
+
+    Whatever the store says, the lease has ended here: heirs then wait until its silence has lasted long enough, those
+    of this process not at all.
+    """
+    if not lease._end():
+        return
+    try:
+        lease._put_heartbeat(_within(lease._store, _ENDING_SECONDS), released=True)
+    except Exception as error:  # the block's own error, or its success, is what counts
+        _log.warning("%s at epoch %d ends without a word: %s", lease.owned, lease.epoch, error)
+
+
 def acquire(
-    store: ObjectStore, owned: str, *, owner: dict[str, Any], dead_after_seconds: float, wait: bool = True
-) -> Lease | Finished:
+    store: ObjectStore, owned: str, *, owner: dict[str, Any], dead_after_seconds: float, wait: bool = True,
+    run_epoch: int | None = None, patience_seconds: float = math.inf,
+    on_wait: Callable[[str], object] = _log.warning,
+) -> Lease | Finished:  # fmt: skip
     """Become the owner of `owned`, or learn that it is finished.
 
-    owner: JSON-ready facts for people (name of the flow run, stage); host and process are added to them.
-    A previous owner is superseded when it released, when its process is gone from this same host, or when its
-    heartbeat did not change for dead_after_seconds of this process's own watching. With wait=False a
-    heartbeat that moves ends the call with a ContractError that names the live owner; with wait=True the call
-    lasts until that owner finishes or dies.
+    owner: JSON-ready facts for people (name of the flow run, stage); host and process are added to them. run_epoch:
+    epoch of the run's own lease under which this one is wanted. patience_seconds: see Lease; without it the heartbeat
+    says no more than that the process lives.
+    A previous owner is superseded when it released, when its process has certainly ended, when it is of this process
+    and no longer held, when it worked under an older run_epoch, or when its heartbeat did not change for
+    dead_after_seconds of this process's own watching. With wait=False a heartbeat that moves ends the call with a
+    ContractError that names the live owner; with wait=True the call lasts until that owner finishes or dies, and
+    on_wait is told, from another thread, for whom it lasts: after a few seconds, then every ten.
+    Superseded for a run_epoch older than the owner's; ContractError for a lease that the calling thread holds itself.
     """
-    owner = {**owner, "process": _this_process()}
+    owner = {**owner, "process": owners.this_process()}
     nonce = uuid.uuid4().hex
-    while True:
-        newest = newest_epoch(store, owned)
-        number = newest["epoch"] if newest else 0
-        if newest is not None:
-            if newest["kind"] == "manifest":
-                return Finished(number, newest["manifest"])
-            if not _gone(store, owned, newest, dead_after_seconds, wait):
-                continue
-        if _put_epoch(store, owned, number + 1, _body("lease", number + 1, nonce, owner)):
-            return Lease(store, owned, number + 1, nonce, owner, dead_after_seconds)
-
-
-def finished(store: ObjectStore, owned: str) -> Finished | None:
-    """The manifest of `owned`, or None while there is none."""
-    newest = newest_epoch(store, owned)
-    if newest is None or newest["kind"] != "manifest":
-        return None
-    return Finished(newest["epoch"], newest["manifest"])
-
-
-def release(lease: Lease) -> None:
-    """A clean stop without a result: an heir need not wait. Harmless after finish or a second time."""
-    lease._beat(released=True)
-    lease._end()
-
-
-def newest_epoch(store: ObjectStore, owned: str) -> dict[str, Any] | None:
-    """The newest epoch object of `owned`, or None if nobody ever owned it."""
-    numbers = []
-    for key in store.list(keys.epochs(owned)):
-        stem = key.rpartition("/")[2].removesuffix(".json")
-        if not stem.isdecimal():
-            raise FormatError(key, expected="epoch objects only", found="another name")
-        numbers.append(int(stem))
-    return _read(store, owned, max(numbers)) if numbers else None
-
-
-def describe_owner(owner: dict[str, Any]) -> str:
-    """One line for messages: what the owner calls itself, its host and process id."""
-    facts = [f"{name} {value}" for name, value in sorted(owner.items()) if name != "process"]
-    process = owner.get("process", {})
-    return ", ".join([*facts, f"process {process.get('pid')} on {process.get('host')}"])
-
-
-def _body(kind: str, number: int, nonce: str, owner: dict[str, Any], manifest: dict[str, Any] | None = None) -> bytes:
-    body = {"kind": kind, "epoch": number, "nonce": nonce, "owner": owner}
-    return keys.canonical_json(body if manifest is None else {**body, "manifest": manifest})
-
-
-def _put_epoch(store: ObjectStore, owned: str, number: int, body: bytes) -> bool:
-    """True if this very body stands at the number, also when the answer to an earlier try was lost."""
-    key = keys.epoch(owned, number)
+    facts = {} if run_epoch is None else {"run_epoch": run_epoch}
+    _held[nonce] = (os.getpid(), threading.get_ident())
+    lease: Lease | None = None
     try:
-        if store.put_if_absent(key, body):
-            return True
-    except StoreError:
-        if store.head(key) is None:
-            raise
-    return store.get(key) == body
+        with _Words(f"waiting for {owned}: no answer of the store yet", on_wait) as words:
+            while True:
+                newest = epochs.newest(store, owned)
+                number = newest["epoch"] if newest else 0
+                if newest is not None and newest["kind"] == "manifest":
+                    return Finished(number, newest["manifest"])
+                if newest is not None and newest["kind"] == "lease":
+                    _refuse_older(owned, newest, run_epoch)
+                    if not _ends(store, owned, newest, dead_after_seconds, wait, run_epoch, words):
+                        continue
+                words.text = f"waiting for {owned}: taking epoch {number + 1}"
+                if epochs.put(store, owned, number + 1, epochs.body("lease", number + 1, nonce, owner, **facts)):
+                    lease = Lease(store, owned, number + 1, nonce, owner, dead_after_seconds, patience_seconds)
+                    return lease
+    finally:
+        if lease is None:
+            _held.pop(nonce, None)
 
 
-def _read(store: ObjectStore, owned: str, number: int) -> dict[str, Any] | None:
-    key = keys.epoch(owned, number)
-    if store.head(key) is None:
-        return None
-    try:
-        body = json.loads(store.get(key))
-        whole = isinstance(body, dict) and body["epoch"] == number and isinstance(body["nonce"], str)
-        whole = whole and isinstance(body["owner"], dict)
-        whole = whole and (
-            body["kind"] == "lease" or (body["kind"] == "manifest" and isinstance(body["manifest"], dict))
-        )
-    except (ValueError, KeyError) as error:
-        raise FormatError(key, expected="an epoch object", found=repr(error)) from error
-    if not whole:
-        raise FormatError(key, expected=f"the lease or manifest of epoch {number}", found="another JSON value")
-    return body
+class _Words:
+    """Tells `say` what the calling thread waits for, while it may itself be stuck in the store."""
+
+    def __init__(self, text: str, say: Callable[[str], object]) -> None:
+        self.text, self._say = text, say
+        self._stop = threading.Event()
+
+    def __enter__(self) -> _Words:
+        threading.Thread(target=self._speak, name="waiting", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    def _speak(self) -> None:
+        pause = _FIRST_WORD_SECONDS
+        while not self._stop.wait(pause):
+            self._say(self.text)
+            pause = _NEXT_WORD_SECONDS
 
 
-def _gone(store: ObjectStore, owned: str, lease: dict[str, Any], dead_after_seconds: float, wait: bool) -> bool:
-    """Watch the owner of `lease`: True once it may be superseded, False once the epochs have moved on."""
-    if _process_ended(lease["owner"].get("process", {})):
+def _within(store: ObjectStore, seconds: float) -> ObjectStore:
+    """The same store, whose calls give up after so many seconds in all."""
+    view = getattr(store, "within", None)
+    return store if view is None else view(seconds)
+
+
+def _refuse_own(owned: str, lease: dict[str, Any], wait: bool) -> None:
+    """To wait for what the caller itself holds would be to wait for ever."""
+    pid, thread = _held.get(lease["nonce"], (0, 0))
+    if pid == os.getpid() and (thread == threading.get_ident() or not wait):
+        raise ContractError(
+            owned, expected="no owner in this process",
+            found=f"epoch {lease['epoch']}, which this very process holds: {owners.describe(lease['owner'])}",
+            safe="the owner's work goes on",
+            next_command="let the work that holds it end first (in a notebook: close the session), or restart it",
+        )  # fmt: skip
+
+
+def _refuse_older(owned: str, lease: dict[str, Any], run_epoch: int | None) -> None:
+    """What was started under a run's older epoch takes nothing from the run's heir, not even what that released."""
+    if run_epoch is not None and run_epoch < lease.get("run_epoch", run_epoch):
+        raise Superseded(
+            owned, expected=f"no owner under an epoch of the run after {run_epoch}",
+            found=f"one under epoch {lease['run_epoch']}: {owners.describe(lease['owner'])}",
+            safe="the newer owner's work",
+        )  # fmt: skip
+
+
+def _is_over(lease: dict[str, Any], run_epoch: int | None) -> bool:
+    """Needs no watching: an owner under an older epoch of the run, a process that has ended, one's own lost lease."""
+    if run_epoch is not None and lease.get("run_epoch", run_epoch) < run_epoch:
         return True
+    process = lease["owner"].get("process", {})
+    return owners.has_ended(process) or (owners.is_this_process(process) and lease["nonce"] not in _held)
+
+
+def _ends(
+    store: ObjectStore, owned: str, lease: dict[str, Any], dead_after_seconds: float, wait: bool,
+    run_epoch: int | None, words: _Words,
+) -> bool:  # fmt: skip
+    """Watch the owner of `lease`: True once it may be superseded, False once the epochs have moved on."""
+    if _is_over(lease, run_epoch):
+        return True
+    _refuse_own(owned, lease, wait)
     number = lease["epoch"]
     poll_seconds = min(max(dead_after_seconds / 20, 0.01), 0.5)
     first = last = _heartbeat(store, owned, number)
     silent_seconds, seen = 0.0, time.monotonic()
     while True:
-        if last is not None and last["released"]:
-            return True
-        if silent_seconds >= dead_after_seconds:
+        words.text = (
+            f"waiting for {owned}, held by {owners.describe(lease['owner'])} (epoch {number}): silent for "
+            f"{silent_seconds:.0f} s, taken over after {dead_after_seconds:g} s of silence"
+        )
+        if (last is not None and last["released"]) or silent_seconds >= dead_after_seconds:
             return True
         if not wait and last != first:
             raise ContractError(
                 owned,
                 expected="no live owner",
-                found=f"{describe_owner(lease['owner'])}, whose heartbeat moves",
+                found=f"{owners.describe(lease['owner'])}, whose heartbeat moves",
                 safe="the owner's work goes on",
                 next_command="stop that process first, or wait for it to end",
             )
         time.sleep(poll_seconds)
         if store.head(keys.epoch(owned, number + 1)) is not None:
             return False
+        if _is_over(lease, run_epoch):
+            return True
         now = time.monotonic()
         beat = _heartbeat(store, owned, number)
         # A pause of this process is not silence of the owner: it may have stopped both.
@@ -265,48 +364,3 @@ def _heartbeat(store: ObjectStore, owned: str, number: int) -> dict[str, Any] | 
         return {"counter": int(beat["counter"]), "released": bool(beat["released"])}
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(key, expected="a heartbeat", found=repr(error)) from error
-
-
-def _this_process() -> dict[str, Any]:
-    """Identity of this process; boot and namespace are empty where the system does not tell."""
-    pid = os.getpid()
-    return {
-        "host": socket.gethostname(),
-        "boot_id": _first_line("/proc/sys/kernel/random/boot_id"),
-        "pid_namespace": _pid_namespace(),
-        "pid": pid,
-        "pid_start": _start_ticks(pid),
-    }
-
-
-def _process_ended(process: dict[str, Any]) -> bool:
-    """True only if the process ran under this very kernel and process namespace and is no longer there."""
-    here = _this_process()
-    for name in ("host", "boot_id", "pid_namespace"):
-        if not here[name] or process.get(name) != here[name]:
-            return False
-    pid, start = process.get("pid"), process.get("pid_start")
-    return isinstance(pid, int) and bool(start) and _start_ticks(pid) != start
-
-
-def _start_ticks(pid: int) -> str:
-    """Start time of a living process in clock ticks since boot; "" if there is none or it is only a zombie."""
-    stat = _first_line(f"/proc/{pid}/stat")
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces and parentheses
-    if len(fields) < 20 or fields[0] in ("Z", "X"):
-        return ""
-    return fields[19]
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().partition("\n")[0]
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

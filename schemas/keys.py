@@ -3,7 +3,7 @@
     runs/RUN/record/000001.json                         numbered run records
     runs/RUN/lease/...                                  who drives the run
     runs/RUN/00003/rollout/FINGERPRINT/manifest.json    proof that a stage finished
-    .../p00007/epochs/000002.json                       epoch object: a lease, or the partition manifest
+    .../p00007/epochs/000002.json                       epoch object: a lease, the partition manifest, or its revocation
     .../p00007/heartbeats/000002.json                   counter of the epoch's owner
     .../p00007/e000002/NAME                             objects written by the owner of that epoch
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from infra import leases
+from infra import leases, owners
 from infra.leases import Finished, Lease, acquire, finished, release
 from infra.store import LocalStore, ObjectStore
 from schemas import keys
@@ -29,7 +30,24 @@ OWNED = "runs/r/00000/rollout/abc/p00000"
 
 
 def take(store: ObjectStore, name: str = "someone", dead_after: float = 3600.0, wait: bool = True) -> Lease:
-    lease = acquire(store, OWNED, owner={"name": name}, dead_after_seconds=dead_after, wait=wait)
+    """A lease as a process of another host takes it: this process cannot see whether its owner lives."""
+    outcome = take_or_find(store, name, dead_after, wait)
+    assert isinstance(outcome, Lease)
+    return outcome
+
+
+def take_or_find(store: ObjectStore, name: str, dead_after: float, wait: bool = True) -> Lease | Finished:
+    process = {**owners.this_process(), "host": uuid.uuid4().hex}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owners, "this_process", lambda: process)
+        outcome = acquire(store, OWNED, owner={"name": name}, dead_after_seconds=dead_after, wait=wait)
+    if isinstance(outcome, Lease):
+        del leases._held[outcome._nonce]
+    return outcome
+
+
+def take_here(store: ObjectStore, dead_after: float = 3600.0, wait: bool = True) -> Lease:
+    lease = acquire(store, OWNED, owner={"name": "here"}, dead_after_seconds=dead_after, wait=wait)
     assert isinstance(lease, Lease)
     return lease
 
@@ -153,19 +171,19 @@ def test_the_process_of_an_owner_on_this_host_is_seen_to_be_dead(store: ObjectSt
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     began = time.monotonic()
-    assert take(store, dead_after=3600.0, wait=False).epoch == 2
+    assert take_here(store, wait=False).epoch == 2
     assert time.monotonic() - began < 60
 
 
 def _forge(store: ObjectStore, **process: Any) -> None:
-    owner = {"process": {**leases._this_process(), **process}}
+    owner = {"process": {**owners.this_process(), **process}}
     body = {"kind": "lease", "epoch": 1, "nonce": "n", "owner": owner}
     store.put(keys.epoch(OWNED, 1), keys.canonical_json(body))
 
 
 def test_another_process_that_got_the_same_pid_is_not_the_owner(store: ObjectStore):
     _forge(store, pid_start="12345678901")
-    assert take(store, dead_after=3600.0).epoch == 2
+    assert take_here(store).epoch == 2
 
 
 @pytest.mark.parametrize("elsewhere", ["host", "boot_id", "pid_namespace"])
@@ -174,37 +192,40 @@ def test_a_pid_of_elsewhere_says_nothing(store: ObjectStore, elsewhere: str):
     gone.wait()
     _forge(store, **{elsewhere: "another", "pid": gone.pid, "pid_start": "1"})
     began = time.monotonic()
-    assert take(store, dead_after=0.3).epoch == 2
+    assert take_here(store, dead_after=0.3).epoch == 2
     assert time.monotonic() - began >= 0.3
 
 
-def _starter(store: ObjectStore, owned: str, barrier: threading.Barrier, owners: list[int], losers: list[int]) -> None:
+def _starter(store: ObjectStore, owned: str, barrier: threading.Barrier, winners: list[int], losers: list[int]) -> None:
     """Try to own `owned`; the owner shows its life until the three others have given up."""
     barrier.wait()
     try:
-        lease = acquire(store, owned, owner={}, dead_after_seconds=10.0, wait=False)
+        lease = acquire(store, owned, owner={}, dead_after_seconds=4.0, wait=False)
     except ContractError:
         losers.append(0)
         return
     assert isinstance(lease, Lease)
-    owners.append(lease.epoch)
+    winners.append(lease.epoch)
     while len(losers) < 3:
         lease.heartbeat()
         time.sleep(0.002)
 
 
-def test_four_starters_in_the_same_moment_have_one_owner(store: ObjectStore):
+def test_four_starters_in_the_same_moment_have_one_owner(store: ObjectStore, monkeypatch: pytest.MonkeyPatch):
+    here = owners.this_process()
+    monkeypatch.setattr(owners, "this_process", lambda: {**here, "host": f"host {threading.get_ident()}"})
+    monkeypatch.setattr(leases, "_refuse_own", lambda *_: None)
     for round_index in range(8):
         owned = f"runs/{round_index}/lease"
         barrier = threading.Barrier(4)
-        owners: list[int] = []
+        winners: list[int] = []
         losers: list[int] = []
-        threads = [threading.Thread(target=_starter, args=(store, owned, barrier, owners, losers)) for _ in range(4)]
+        threads = [threading.Thread(target=_starter, args=(store, owned, barrier, winners, losers)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert owners == [1]
+        assert winners == [1]
         assert store.list(keys.epochs(owned)) == [keys.epoch(owned, 1)]
 
 
@@ -280,6 +301,9 @@ class Interposed:
         self.root, self._store, self._before, self._lose_answer = store.root, store, before, lose_answer
         self.calls = 0
 
+    def within(self, _seconds: float) -> Interposed:
+        return self
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
 
@@ -312,7 +336,7 @@ def test_whatever_happens_between_two_steps_of_an_acquire_the_newest_epoch_decid
                     release(lease)
 
             interposed = Interposed(store, {at: rival})
-            outcome = acquire(interposed, OWNED, owner={}, dead_after_seconds=0.0)  # pyright: ignore[reportArgumentType]
+            outcome = take_or_find(interposed, "someone", 0.0)  # pyright: ignore[reportArgumentType]
             happened = interposed.calls >= at
             if isinstance(outcome, Finished):
                 assert rival_finishes
@@ -351,7 +375,7 @@ def test_heartbeats_go_on_after_the_store_was_away(store: ObjectStore):
         raise StoreError("server", expected="an answer", found="unreachable")
 
     interposed = Interposed(store, dict.fromkeys(range(1, 6), away))
-    lease._store = interposed  # pyright: ignore[reportAttributeAccessIssue]
+    lease._beats = interposed  # pyright: ignore[reportAttributeAccessIssue]
     lease.start_heartbeat(0.01)
     deadline = time.monotonic() + 30
     while store.head(keys.heartbeat(OWNED, 1)) is None and time.monotonic() < deadline:
@@ -395,7 +419,7 @@ class Ownership(RuleBasedStateMachine):
 
     @rule(target=held)
     def take_over(self) -> Lease | None:
-        outcome = acquire(self.store, OWNED, owner={}, dead_after_seconds=0.0)
+        outcome = take_or_find(self.store, "someone", 0.0)
         if self.result is not None:
             assert outcome == Finished(len(self.granted) + 1, self.result)
             return None

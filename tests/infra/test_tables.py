@@ -12,7 +12,7 @@ import deltalake
 import pyarrow as pa
 import pytest
 
-from infra import leases, tables
+from infra import epochs, tables
 from infra.store import open_store
 from schemas import keys, rows
 from schemas.errors import ContractError, FormatError, OpdError
@@ -184,7 +184,7 @@ def test_a_superseded_committer_writes_nothing(
 ) -> None:
     def take_over(*_: object) -> bool:
         store = open_store(spark_root)
-        newest = leases.newest_epoch(store, keys.table_lease("metrics"))
+        newest = epochs.newest(store, keys.table_lease("metrics"))
         assert newest is not None
         body = {"kind": "lease", "epoch": newest["epoch"] + 1, "nonce": "heir", "owner": {"name": "heir"}}
         assert store.put_if_absent(keys.epoch(keys.table_lease("metrics"), body["epoch"]), keys.canonical_json(body))
