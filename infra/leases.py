@@ -34,8 +34,8 @@ __all__ = ["Finished", "Lease", "Superseded", "acquire", "finished", "release", 
 
 _log = logging.getLogger(__name__)
 
-#: How long the end of a lease waits for a beat in flight, and for the store to take the word "released".
-_ENDING_SECONDS = 2.0
+#: How long the end of a lease waits for a beat in flight.
+_ENDING_SECONDS = 1.0
 #: Who waits says so after the first time, then again each time the second has passed.
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 3.0, 10.0
 #: Nonces of leases that this process holds or is taking: (process id, thread) of the taker.
@@ -74,7 +74,7 @@ class Lease:
     @functools.cached_property
     def _beats(self) -> ObjectStore:
         """The store for what must be quick or fail: one connection gone silent must not cost the lease."""
-        return _within(self._store, max(self.dead_after_seconds / 5, 1.0))
+        return self._store.within(min(max(self.dead_after_seconds / 5, 2.0), 5.0))
 
     # --- the working thread
 
@@ -126,7 +126,7 @@ class Lease:
         """Show observers that the owner lives. StoreError if the store cannot be reached in time."""
         if not self._ended:
             began = time.monotonic()
-            self._put_heartbeat(self._beats, released=False)
+            self._put_heartbeat(released=False)
             self._seen_alive = began
 
     def start_heartbeat(self, every_seconds: float) -> None:
@@ -143,12 +143,14 @@ class Lease:
         self._thread.start()
 
     def _keep_beating(self, every_seconds: float) -> None:
-        silent = False
+        silent, noticed = False, 0.0
         while True:
-            began = time.monotonic()
-            still_seconds = began - self._moved
-            if silent != (still_seconds > self._patience_seconds):
-                silent = not silent
+            began, moved = time.monotonic(), self._moved
+            still_seconds = began - moved
+            stands_still = still_seconds > self._patience_seconds and moved == noticed
+            noticed = moved
+            if silent != stands_still:
+                silent = stands_still
                 said = f"stops: no progress in {still_seconds:.0f} s" if silent else "goes on"
                 _log.warning("heartbeat of %s at epoch %d %s", self.owned, self.epoch, said)
             try:
@@ -163,11 +165,11 @@ class Lease:
             if self._stop.wait(max(every_seconds - (time.monotonic() - began), every_seconds / 10)):
                 return
 
-    def _put_heartbeat(self, store: ObjectStore, *, released: bool) -> None:
+    def _put_heartbeat(self, *, released: bool) -> None:
         # Without a lock: a beat may hang in the store, and nobody may have to wait for it. One that arrives late shows
         # an owner as alive a little longer, which delays an heir and harms nothing.
         body = {"counter": next(self._counter), "nonce": self._nonce, "released": released}
-        store.put(keys.heartbeat(self.owned, self.epoch), keys.canonical_json(body))
+        self._beats.put(keys.heartbeat(self.owned, self.epoch), keys.canonical_json(body))
 
     def _ask(self, store: ObjectStore) -> None:
         newer = epochs.read(store, self.owned, self.epoch + 1)
@@ -212,7 +214,7 @@ def release(lease: Lease) -> None:
     if not lease._end():
         return
     try:
-        lease._put_heartbeat(_within(lease._store, _ENDING_SECONDS), released=True)
+        lease._put_heartbeat(released=True)
     except Exception as error:  # the block's own error, or its success, is what counts
         _log.warning("%s at epoch %d ends without a word: %s", lease.owned, lease.epoch, error)
 
@@ -278,12 +280,6 @@ class _Words:
         while not self._stop.wait(pause):
             self._say(self.text)
             pause = _NEXT_WORD_SECONDS
-
-
-def _within(store: ObjectStore, seconds: float) -> ObjectStore:
-    """The same store, whose calls give up after so many seconds in all."""
-    view = getattr(store, "within", None)
-    return store if view is None else view(seconds)
 
 
 def _refuse_own(owned: str, lease: dict[str, Any], wait: bool) -> None:

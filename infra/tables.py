@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import deltalake
 import pyarrow as pa
 
-from infra import leases, table_files
+from infra import epochs, leases, table_files
 from infra.row_objects import check_announced, read_jsonl
 from infra.store import ObjectStore, open_store
 from schemas import keys
@@ -311,7 +311,7 @@ def _fenced(spark: SparkSession, root: str, table: str, lease: leases.Lease) -> 
 
 
 def _overtaken(store: ObjectStore, root: str, table: str, lease: leases.Lease, last: int) -> ContractError:
-    newest = leases.newest_epoch(store, lease.owned)
+    newest = epochs.newest(store, lease.owned)
     where, expected = f"table {table_uri(root, table)}", f"a last commit of an epoch before {lease.epoch}"
     if newest is not None and newest["epoch"] > lease.epoch:
         # It slept through so many commits that the epochs after its own are deleted: `check` saw no heir.

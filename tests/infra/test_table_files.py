@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from infra import leases, table_files, tables
+from infra import epochs, leases, table_files, tables
 from infra.store import open_store
 from schemas import keys, rows
 from schemas.errors import ContractError, FormatError, StoreError
@@ -340,6 +340,6 @@ def test_a_committer_that_slept_for_long_is_told_to_try_again(
         with pytest.raises(ContractError, match="the same command again"):
             commit(spark, root, "metrics", metrics_slice("slept"), [metric("slept", 0, 1.0)])
     monkeypatch.undo()
-    newest = leases.newest_epoch(open_store(root), owned)
+    newest = epochs.newest(open_store(root), owned)
     assert newest is not None
     assert commit(spark, root, "metrics", metrics_slice("slept"), [metric("slept", 0, 1.0)])["written"]
