@@ -1,7 +1,7 @@
 """Spark with Delta: the session, and the one child process of a flow that holds it.
 
     flow process --stdin: one JSON request a line--> child (python -m infra.spark serve) --> JVM
-                 <--own pipe: one JSON answer a line--
+                 <--own pipe: one JSON answer a line, and before it what the call waits for--
 
 The flow's process never imports pyspark, and a JVM that crashes takes only the child with it. What the child and
 the JVM print goes to a log file, never into an answer. The child ends when its stdin does, so it cannot outlive the
@@ -14,7 +14,9 @@ import atexit
 import contextlib
 import importlib
 import json
+import logging
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -22,9 +24,9 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from infra import jars, tables
 from infra.store import s3_endpoint
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _LOG_LINES = 15
+_TICK_SECONDS = 1.0
 #: A flow runs a few dozen short jobs: the optimising compiler and parallel collectors cost twice what they win.
 _JVM_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 _PROJECT = Path(__file__).resolve().parents[1]
@@ -150,9 +153,14 @@ class SparkChild:
 
     def __init__(self, root: str, settings: Mapping[str, Any], log_path: Path) -> None:
         self._root, self._settings, self._log_path = root, settings, log_path
+        #: Called about once a second while a call lasts; an exception of it ends the child and the call.
+        self.tick: Callable[[], object] = lambda: None
+        #: Is told what a call waits for.
+        self.tell: Callable[[str], object] = logging.getLogger(__name__).warning
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._answers: IO[bytes] | None = None
+        self._answers: int | None = None
+        self._received = bytearray()
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> SparkChild:
@@ -222,7 +230,8 @@ class SparkChild:
             raise
         finally:
             os.close(child_end)
-        self._answers = os.fdopen(answers, "rb")
+        self._answers = answers
+        self._received.clear()
 
     def _exchange(self, request: bytes) -> dict[str, Any] | None:
         """The answer, or None when the child died."""
@@ -230,20 +239,35 @@ class SparkChild:
             self._start()
         assert self._process is not None
         assert self._process.stdin is not None
-        assert self._answers is not None
+        answer = None
         try:
             self._process.stdin.write(request)
             self._process.stdin.flush()
-            line = self._answers.readline()
+            while (answer := self._next_message()) is not None and "waits" in answer:
+                self.tell(answer["waits"])
         except BrokenPipeError:
-            line = b""
+            pass
         except BaseException:
             # Interrupted: the answer still to come would be taken for that of the next call.
             self._stop()
             raise
-        if not line.endswith(b"\n"):
+        if answer is None:
             self._stop()
-            return None
+        return answer
+
+    def _next_message(self) -> dict[str, Any] | None:
+        """What the child writes next, None at its end."""
+        assert self._answers is not None
+        arrived = select.poll()
+        arrived.register(self._answers, select.POLLIN)
+        while b"\n" not in self._received:
+            if not arrived.poll(_TICK_SECONDS * 1000):
+                self.tick()
+            elif data := os.read(self._answers, 1 << 16):
+                self._received += data
+            else:
+                return None
+        line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
     def _stop(self) -> None:
@@ -259,7 +283,7 @@ class SparkChild:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         if answers is not None:
-            answers.close()
+            os.close(answers)
         if self._scratch is not None:
             self._scratch.cleanup()
 
@@ -289,6 +313,15 @@ def _serve(answer_fd: int, root: str, settings: Spark) -> None:
     with contextlib.suppress(Exception):  # the first request meets it again, and answers with it
         spark = session(root, settings)
     with os.fdopen(answer_fd, "wb") as answers:
+        one_at_a_time = threading.Lock()
+
+        def write(line: str) -> None:
+            with one_at_a_time:
+                answers.write(line.encode() + b"\n")
+                answers.flush()
+
+        # The child's own output goes to a log, and the person who waits looks at the flow.
+        tables.on_wait = lambda text: write(json.dumps({"waits": text}))
         while True:
             arrived.acquire()
             request = json.loads(requests.pop(0))
@@ -305,8 +338,7 @@ def _serve(answer_fd: int, root: str, settings: Spark) -> None:
                 if spark is not None and _jvm_is_gone(spark):
                     os._exit(1)
                 line = json.dumps(_describe(error))
-            answers.write(line.encode() + b"\n")
-            answers.flush()
+            write(line)
 
 
 def _jvm_is_gone(spark: SparkSession) -> bool:

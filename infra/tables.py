@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deltalake
 import pyarrow as pa
 
-from infra import epochs, leases, table_files
+from infra import epochs, leases, owners, table_files
 from infra.row_objects import check_announced, read_jsonl
 from infra.store import ObjectStore, open_store
 from schemas import keys
@@ -40,12 +41,23 @@ DATABASE = "opd"
 VERSION_PROPERTY = "opd.schemaVersion"
 _LEASE_SECONDS = 30.0
 _LOCK_SECONDS = 300.0
+#: Who waits for a lock says so as often.
+_WORD_SECONDS = 5.0
+#: One step of a commit (reading a slice, writing it, reading it back) may take so long before its owner counts as hung.
+_PATIENCE_SECONDS = 900.0
+#: Commits that a superseded committer tries in all.
+_TRIES = 3
 _TEACHERS = pa.list_(pa.struct([pa.field("teacher_id", pa.string()), pa.field("weight", pa.float64())]))
 _ARROW = {
     "string": pa.string(), "int": pa.int32(), "bigint": pa.int64(), "float": pa.float32(), "double": pa.float64(),
     "boolean": pa.bool_(), "array<bigint>": pa.list_(pa.int64()),
     "array<struct<teacher_id:string,weight:double>>": _TEACHERS,
 }  # fmt: skip
+
+
+_log = logging.getLogger(__name__)
+#: Is told what a commit waits for. The process that commits for a flow passes it on to the flow's (infra.spark).
+on_wait: Callable[[str], object] = _log.warning
 
 
 def table_uri(root: str, table: str, *, for_spark: bool = False) -> str:
@@ -171,7 +183,7 @@ def _upgrade(spark: SparkSession, root: str, table: Table) -> None:
 
 def commit_slice(
     spark: SparkSession, root: str, table: str, slice: dict[str, Any], row_keys: list[str], num_rows: int,
-    content_digest: str,
+    content_digest: str, run_lease: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Make the rows of the objects `row_keys` (JSONL under root) the whole of one slice, and read it back.
 
@@ -179,6 +191,8 @@ def commit_slice(
     holds these very rows already. Raises FormatError for a line that is not a row, ContractError when the rows are
     not the ones announced by num_rows and content_digest, repeat a key, lie outside the slice, or read back
     differently.
+    run_lease: {"owned", "epoch"} of the lease of the run that the rows are of. ContractError, with nothing written,
+    once that has another owner; as long as it has not, a committer that lost the table to another one tries again.
     """
     spec = TABLES[table]
     if set(slice) != set(spec.slice_key):
@@ -188,16 +202,26 @@ def commit_slice(
     check_announced(spec, new_rows, slice, num_rows, content_digest)
     if not table_exists(root, table):
         create_tables(spark, root)
-    with _commit_lock(store, root, table) as lease:
-        written = not _same(spec, read_rows(root, table, slice), new_rows)
-        if written:
-            lease.check()
-            _upgrade(spark, root, spec)
-            with _fenced(spark, root, table, lease):
-                _replace(spark, root, spec, slice, new_rows)
-        _make_durable(root, table)
-        version = _delta_table(root, table).version()
-        found = read_rows(root, table, slice)
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            with _commit_lock(store, root, table) as lease:
+                written = not _same(spec, read_rows(root, table, slice), new_rows)
+                lease.progress()
+                if written:
+                    _check_run(store, run_lease)
+                    lease.check()
+                    _upgrade(spark, root, spec)
+                    with _fenced(spark, root, table, lease):
+                        _replace(spark, root, spec, slice, new_rows)
+                _make_durable(root, table)
+                version = _delta_table(root, table).version()
+                found = read_rows(root, table, slice)
+            break
+        except leases.Superseded as error:
+            # Without a run to ask, the heir may be of the same run, with rows of its own in this slice.
+            if run_lease is None or not tries_left:
+                raise
+            _log.warning("%s: the commit is tried again: %s", table, error)
     if len(found) != num_rows or rows_schema.content_digest(spec, found) != content_digest:
         raise ContractError(
             f"table {table}, version {version}, {slice}", expected=f"{num_rows} rows of digest {content_digest}",
@@ -276,10 +300,26 @@ def _replace(spark: SparkSession, root: str, table: Table, slice: dict[str, Any]
     writer.option("replaceWhere", condition).save(location)
 
 
+def _check_run(store: ObjectStore, run_lease: Mapping[str, Any] | None) -> None:
+    """The driver may have lost its run while this process waited for the table."""
+    if run_lease is None:
+        return
+    newest = epochs.newest(store, run_lease["owned"])
+    if newest is None or newest["epoch"] != run_lease["epoch"]:
+        owner = owners.describe(newest["owner"]) if newest else "nobody"
+        raise ContractError(
+            keys.epoch(run_lease["owned"], run_lease["epoch"]), expected="to be the newest epoch of the run",
+            found=f"epoch {newest['epoch'] if newest else 0}, of {owner}", safe="the table as it was",
+        )  # fmt: skip
+
+
 @contextlib.contextmanager
 def _commit_lock(store: ObjectStore, root: str, table: str) -> Iterator[leases.Lease]:
     """The right to commit to one table. Raises StoreError when another process keeps it too long."""
-    lease = leases.acquire(store, keys.table_lease(table), owner={"commits": table}, dead_after_seconds=_LEASE_SECONDS)
+    lease = leases.acquire(
+        store, keys.table_lease(table), owner={"commits": table}, dead_after_seconds=_LEASE_SECONDS,
+        patience_seconds=_PATIENCE_SECONDS, on_wait=on_wait,
+    )  # fmt: skip
     if isinstance(lease, leases.Finished):
         raise ContractError(keys.table_lease(table), expected="leases only", found="a manifest")
     with lease, _local_lock(root, table):
@@ -315,7 +355,7 @@ def _overtaken(store: ObjectStore, root: str, table: str, lease: leases.Lease, l
     where, expected = f"table {table_uri(root, table)}", f"a last commit of an epoch before {lease.epoch}"
     if newest is not None and newest["epoch"] > lease.epoch:
         # It slept through so many commits that the epochs after its own are deleted: `check` saw no heir.
-        return ContractError(
+        return leases.Superseded(
             where, expected=expected, found=f"epoch {last}; the lease has come to {newest['epoch']}",
             safe="the table as it was", next_command="the same command again",
         )  # fmt: skip
@@ -332,18 +372,23 @@ def _local_lock(root: str, table: str) -> Iterator[None]:
         return
     path = _lock_path(root, table)
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _LOCK_SECONDS
+    began = told = time.monotonic()
     with open(path, "ab") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now - began > _LOCK_SECONDS:
                     raise StoreError(
                         str(path), expected=f"a lock within {_LOCK_SECONDS:.0f} s", found="another process holds it",
                         safe="the table as it was", next_command=f"fuser {path}",
                     ) from None  # fmt: skip
+                if now - told > _WORD_SECONDS:
+                    told = now
+                    left = _LOCK_SECONDS - (now - began)
+                    on_wait(f"waiting for {path}, locked by another process (fuser tells which): {left:.0f} s more")
                 time.sleep(0.05)
         yield
 

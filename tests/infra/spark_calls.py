@@ -90,5 +90,10 @@ def commit_impatiently(spark: SparkSession, *, commit: dict[str, Any]) -> dict[s
         tables._LEASE_SECONDS, tables._LOCK_SECONDS = patient
 
 
+def wait(spark: SparkSession, *, seconds: float, text: str) -> None:
+    tables.on_wait(text)
+    time.sleep(seconds)
+
+
 def sleep(spark: SparkSession, *, seconds: float) -> None:
     time.sleep(seconds)

@@ -15,7 +15,7 @@ from infra import tables
 from infra.spark import SparkChild
 from infra.store import open_store
 from schemas import keys
-from schemas.errors import ConfigError, StageError, StoreError
+from schemas.errors import ConfigError, ContractError, StageError, StoreError
 from schemas.rows import METRICS, content_digest
 from tests.spark_session import JARS, SETTINGS
 
@@ -60,11 +60,26 @@ def test_answers_errors_and_deaths(tmp_path: Path) -> None:
                 child.call(f"{CALLS}:{call[0]}", **call[1])
         assert child.call(f"{CALLS}:count", rows=3)["pid"] == answer["pid"]
 
+        said: list[str] = []
+        ticks: list[float] = []
+        child.tell, child.tick = said.append, lambda: ticks.append(time.monotonic())
+        assert child.call(f"{CALLS}:wait", seconds=3.5, text="waiting for \u2028 a table") is None
+        assert said == ["waiting for \u2028 a table"]
+        assert 2 <= len(ticks) <= 4
+
         once = str(tmp_path / "once")
         assert child.call(f"{CALLS}:die", marker=once, times=1) == "alive after 1"
         assert child.pid != answer["pid"]
         with pytest.raises(StageError, match=r"(?s)died twice.*about to die.*spark\.log"):
             child.call(f"{CALLS}:die", marker=str(tmp_path / "always"), times=99)
+
+        def lost() -> None:
+            raise ContractError("run", expected="to be the newest epoch", found="an heir")
+
+        child.tick = lost
+        with pytest.raises(ContractError, match="an heir"):
+            child.call(f"{CALLS}:sleep", seconds=60.0)
+        assert child.pid is None  # a driver that has lost its run commits no more
         assert wait_until_ended([answer["pid"], jvm]) == []
     assert not root.exists(), "a session made something under a root that has no tables"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,10 @@ import deltalake
 import pyarrow as pa
 import pytest
 
-from infra import epochs, tables
+from infra import epochs, leases, tables
 from infra.store import open_store
 from schemas import keys, rows
-from schemas.errors import ContractError, FormatError, OpdError
+from schemas.errors import ContractError, FormatError, OpdError, StoreError
 from schemas.rows import METRICS, PROMPTS, TABLES, TRAJECTORIES, Table
 
 if TYPE_CHECKING:
@@ -45,11 +46,12 @@ def put(root: str, key: str, new_rows: list[dict[str, Any]]) -> str:
 
 
 def commit(
-    spark: SparkSession, root: str, table: str, slice: dict[str, Any], new_rows: list[dict[str, Any]]
-) -> dict[str, Any]:
+    spark: SparkSession, root: str, table: str, slice: dict[str, Any], new_rows: list[dict[str, Any]],
+    run_lease: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     row_keys = [put(root, f"test/{keys.digest([table, slice])}.jsonl", new_rows)] if new_rows else []
     digest = rows.content_digest(TABLES[table], new_rows)
-    return tables.commit_slice(spark, root, table, slice, row_keys, len(new_rows), digest)
+    return tables.commit_slice(spark, root, table, slice, row_keys, len(new_rows), digest, run_lease)
 
 
 def metrics_slice(run_id: str, iteration: int = 0) -> dict[str, Any]:
@@ -179,26 +181,95 @@ def test_a_difference_on_reading_back_is_an_error(
     assert commit(spark, spark_root, "metrics", metrics_slice("lost"), [metric("lost", 0, 1.0)])["num_rows"] == 1
 
 
-def test_a_superseded_committer_writes_nothing(
-    spark: SparkSession, spark_root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def take_over(*_: object) -> bool:
-        store = open_store(spark_root)
-        newest = epochs.newest(store, keys.table_lease("metrics"))
-        assert newest is not None
-        body = {"kind": "lease", "epoch": newest["epoch"] + 1, "nonce": "heir", "owner": {"name": "heir"}}
-        assert store.put_if_absent(keys.epoch(keys.table_lease("metrics"), body["epoch"]), keys.canonical_json(body))
-        store.put(
-            keys.heartbeat(keys.table_lease("metrics"), body["epoch"]),
-            keys.canonical_json({"counter": 1, "nonce": "heir", "released": True}),
-        )
-        return False
+@pytest.fixture
+def overtaken(spark_root: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Commits to metrics lose their lease after they have looked at the table, as often as the only number says."""
+    times = [1]
+    same = tables._same
 
-    version = deltalake.DeltaTable(tables.table_uri(spark_root, "metrics")).version()
+    def take_over(*arguments: Any) -> bool:
+        if times[0]:
+            times[0] -= 1
+            store, owned = open_store(spark_root), keys.table_lease("metrics")
+            newest = epochs.newest(store, owned)
+            assert newest is not None
+            epoch = newest["epoch"] + 1
+            assert epochs.put(store, owned, epoch, epochs.body("lease", epoch, "heir", {"name": "heir"}))
+            store.put(
+                keys.heartbeat(owned, epoch),
+                keys.canonical_json({"counter": 1, "nonce": "heir", "released": True}),
+            )
+        return same(*arguments)
+
     monkeypatch.setattr(tables, "_same", take_over)
+    return times
+
+
+def metrics_version(root: str) -> int:
+    return deltalake.DeltaTable(tables.table_uri(root, "metrics")).version()
+
+
+def test_a_superseded_committer_writes_nothing(spark: SparkSession, spark_root: str, overtaken: list[int]) -> None:
+    version = metrics_version(spark_root)
     with pytest.raises(ContractError, match="heir"):
         commit(spark, spark_root, "metrics", metrics_slice("superseded"), [metric("superseded", 0, 1.0)])
-    assert deltalake.DeltaTable(tables.table_uri(spark_root, "metrics")).version() == version
+    assert metrics_version(spark_root) == version
+
+
+def test_a_superseded_committer_whose_run_is_its_own_tries_again(
+    spark: SparkSession, spark_root: str, overtaken: list[int]
+) -> None:
+    run = leases.acquire(open_store(spark_root), keys.run_lease("again"), owner={}, dead_after_seconds=30.0)
+    assert isinstance(run, leases.Lease)
+    with run:
+        run_lease = {"owned": run.owned, "epoch": run.epoch}
+        arguments = (metrics_slice("again"), [metric("again", 0, 1.0)], run_lease)
+        assert commit(spark, spark_root, "metrics", *arguments)["written"]
+        overtaken[0] = 1
+        assert not commit(spark, spark_root, "metrics", *arguments)["written"]
+
+        overtaken[0], version = 99, metrics_version(spark_root)
+        with pytest.raises(leases.Superseded):
+            commit(
+                spark, spark_root, "metrics", metrics_slice("again"), [metric("again", 0, 2.0)], run_lease,
+            )  # fmt: skip
+        assert (overtaken[0], metrics_version(spark_root)) == (99 - tables._TRIES, version)
+
+
+def test_a_committer_whose_driver_lost_the_run_writes_nothing(spark: SparkSession, spark_root: str) -> None:
+    store, owned = open_store(spark_root), keys.run_lease("lost-run")
+    for epoch in (1, 2):
+        assert epochs.put(store, owned, epoch, epochs.body("lease", epoch, "n", {"name": f"driver {epoch}"}))
+    version = metrics_version(spark_root)
+    slice, new_rows = metrics_slice("lost-run"), [metric("lost-run", 0, 1.0)]
+    with pytest.raises(ContractError, match="epoch 2, of name driver 2"):
+        commit(spark, spark_root, "metrics", slice, new_rows, {"owned": owned, "epoch": 1})
+    assert metrics_version(spark_root) == version
+    assert commit(spark, spark_root, "metrics", slice, new_rows, {"owned": owned, "epoch": 2})["written"]
+
+
+def test_who_waits_for_a_table_says_for_whom(
+    spark: SparkSession, spark_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(tables, "on_wait", said.append)
+    monkeypatch.setattr(tables, "_LOCK_SECONDS", 1.0)
+    monkeypatch.setattr(tables, "_WORD_SECONDS", 0.2)
+    path = tables._lock_path(spark_root, "metrics")
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match="another process holds it"):
+            commit(spark, spark_root, "metrics", metrics_slice("locked"), [metric("locked", 0, 1.0)])
+    assert len(said) >= 2
+    assert str(path) in said[0]
+
+    said.clear()
+    monkeypatch.setattr(leases, "_FIRST_WORD_SECONDS", 0.1)
+    body = epochs.body("lease", 1, "n", {"name": "another campaign"})
+    assert epochs.put(open_store(spark_root), keys.table_lease("elsewhere"), 1, body)
+    monkeypatch.setattr(tables, "_LEASE_SECONDS", 0.5)
+    with tables._commit_lock(open_store(spark_root), spark_root, "elsewhere"):
+        assert "table-leases/elsewhere, held by name another campaign" in said[0]
 
 
 def test_a_table_whose_lease_objects_are_lost_says_so(spark: SparkSession, spark_root: str, tmp_path: Path) -> None:
