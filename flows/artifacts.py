@@ -6,8 +6,9 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
-from tasks.session import current_session, read_table
-from tasks.stage import StageResult
+from infra import tables
+from tasks.finished import StageResult
+from tasks.session import current_session
 
 
 def _lines(values: dict[str, Any], indent: str = "") -> list[str]:
@@ -41,7 +42,8 @@ def published(result: StageResult) -> StageResult:
         ]
     )
     create_markdown_artifact(key=name, markdown=text, description=f"{result.stage} {result.iteration}")
-    metrics = read_table(session, "metrics", iteration=result.iteration, stage=result.stage)
+    place = {"run_id": session.run_id, "iteration": result.iteration, "stage": result.stage}
+    metrics = tables.read_rows(session.config.data, "metrics", place)
     if metrics:
         shown = [{c: m[c] for c in ("step", "name", "teacher_index", "value")} for m in metrics]
         create_table_artifact(key=f"{name}-metrics", table=shown, description=f"{result.stage} {result.iteration}")

@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     graceful(run)
     run.add_argument(
         "--from-iteration", type=int, metavar="K",
-        help="accept a changed configuration: drop table rows from iteration K on and make them anew",
+        help="accept a changed configuration from iteration K on; iterations below K stay as they were made",
     )  # fmt: skip
     for stage, text in (
         ("rollout", "sample the trajectories of one iteration"),
@@ -153,6 +153,12 @@ def _parser() -> argparse.ArgumentParser:
         "--scratch", default="scratch", metavar="FOLDER", help="this node's local folder of runs (default: scratch)"
     )
     rooted(upkeep)
+    command(
+        "watch", "continue deployed campaigns whose process or node died",
+        "Flow runs that Prefect calls running, or that crashed within a day, and whose run nobody drives any more: "
+        "they end as Crashed, and their run goes on in a flow run of the same deployment. Asks the server at "
+        "PREFECT_API_URL; the deployment `watch` does it on a schedule.",
+    )  # fmt: skip
     bench = command("bench", "measure; the last line is one JSON object", "Exit status 1 when a check failed.")
     bench.add_argument(
         "name",
@@ -354,6 +360,13 @@ def _upkeep(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _watch(_arguments: argparse.Namespace) -> int:
+    from flows.watch import watch
+
+    print("\n".join(watch()) or "every running campaign has a living driver")
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     import subprocess
 
@@ -369,7 +382,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 _COMMANDS = {
     "run": _run, "rollout": _single, "teach": _single, "dispatch": _single, "train": _single, "show": _show,
     "sql": _sql, "verify": _verify, "doctor": _doctor, "models": _models, "bench": _bench, "teachers": _teachers,
-    "wal": _wal, "upkeep": _upkeep,
+    "wal": _wal, "upkeep": _upkeep, "watch": _watch,
 }  # fmt: skip
 
 

@@ -19,8 +19,9 @@ from prefect.cache_policies import NO_CACHE
 from flows import artifacts, preemption
 from schemas.errors import StoreError
 from tasks import plan, rollout, teach, train
+from tasks.finished import StageResult
 from tasks.session import current_session
-from tasks.stage import StageResult
+from tasks.stage import past_iteration
 from tasks.students import Student, student_of
 
 
@@ -63,8 +64,15 @@ def train_task(iteration: int, student: Student, inputs: dict[str, StageResult])
 )  # fmt: skip
 @preemption.noting_stops()
 def iteration_flow(run_id: str, iteration: int) -> dict[str, StageResult]:
-    """Iteration k of the open session, sampling with the student of iteration k-1. Returns the stages' results."""
+    """Iteration k of the open session, sampling with the student of iteration k-1. Returns the stages' results.
+
+    An iteration below `--from-iteration` stays what it was made as: its manifests are read.
+    """
     session = current_session()
+    if session.history.is_past(iteration):
+        past = past_iteration(session, iteration)
+        session.trained = past["train"]
+        return past
     student = student_of(session, session.trained)
     rolled = rollout_task(iteration, student)
     taught = teach_task(iteration, rolled)

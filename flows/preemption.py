@@ -11,7 +11,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import TerminationSignal
 from prefect.states import Scheduled
@@ -80,7 +81,23 @@ def schedule_successor(flow_run: FlowRun, parameters: dict[str, Any]) -> FlowRun
     if not _stops or flow_run.deployment_id is None:
         return None
     with get_client(sync_client=True) as client:
-        return client.create_flow_run_from_deployment(
-            flow_run.deployment_id, parameters=parameters, idempotency_key=f"{flow_run.id}-successor",
-            tags=["preempted"], state=Scheduled(message=f"goes on after {flow_run.name}, which was pre-empted"),
-        )  # fmt: skip
+        return create_successor(client, flow_run, parameters, "which was pre-empted")
+
+
+def _key(flow_run: FlowRun) -> str:
+    return f"{flow_run.id}-successor"
+
+
+def successor_of(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun | None:
+    """The flow run that goes on where this one stood, if it was created."""
+    wanted = FlowRunFilter.model_validate({"idempotency_key": {"any_": [_key(flow_run)]}})
+    return next(iter(client.read_flow_runs(flow_run_filter=wanted)), None)
+
+
+def create_successor(client: SyncPrefectClient, flow_run: FlowRun, parameters: dict[str, Any], why: str) -> FlowRun:
+    """One for each flow run of a deployment, whoever asks: the one that is there is returned."""
+    assert flow_run.deployment_id is not None
+    return client.create_flow_run_from_deployment(
+        flow_run.deployment_id, parameters=parameters, idempotency_key=_key(flow_run),
+        tags=["preempted"], state=Scheduled(message=f"goes on after {flow_run.name}, {why}"),
+    )  # fmt: skip

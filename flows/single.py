@@ -5,11 +5,10 @@ from __future__ import annotations
 from schemas.config import RunConfig
 from schemas.errors import ConfigError
 from tasks import plan, rollout, teach, train
+from tasks.finished import STAGES, StageResult
 from tasks.session import Progress, open_session, silent
-from tasks.stage import StageResult
+from tasks.stage import past_iteration
 from tasks.students import student_of
-
-STAGES = ("rollout", "teach", "dispatch", "train")
 
 
 def run_single(config: RunConfig, stage: str, iteration: int, *, progress: Progress = silent) -> StageResult:
@@ -19,6 +18,12 @@ def run_single(config: RunConfig, stage: str, iteration: int, *, progress: Progr
     with open_session(config, progress=progress, target=(iteration, stage)) as session:
         trained: StageResult | None = None
         for number in range(iteration + 1):
+            if session.history.is_past(number):
+                past = past_iteration(session, number)
+                if number == iteration:
+                    return past[stage]
+                trained = past["train"]
+                continue
             student = student_of(session, trained)
             done: dict[str, StageResult] = {}
             for name in STAGES:

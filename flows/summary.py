@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from schemas.config import RunConfig
-from tasks.stage import StageResult
+from tasks.finished import StageResult
 from tasks.wal import LogReport
 
 READY_QUERY = (
@@ -23,8 +23,15 @@ def _number(value: Any, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
+def _kl(stats: dict[str, Any], when: str, teacher: str) -> str:
+    """An iteration of an older record may have had other teachers, or another precision."""
+    return _number(stats.get(f"heldout_kl_{when}", {}).get(teacher))
+
+
 def _won_back(stats: dict[str, Any]) -> str:
     """Training's share of the KL that four bits had added, on the same held-out tokens."""
+    if "heldout_kl_unquantised" not in stats:
+        return "-"
     plain, before, after = (stats[f"heldout_kl_{when}"]["all"] for when in ("unquantised", "before", "after"))
     if plain is None or before <= plain:
         return "-"
@@ -55,17 +62,18 @@ def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) 
         name = "all teachers" if key == "all" else f"teacher {key}"
         row(
             f"held-out KL to {name}, before -> after",
-            (f"{_number(s['heldout_kl_before'][key])} -> {_number(s['heldout_kl_after'][key])}" for s in trained),
+            (f"{_kl(s, 'before', key)} -> {_kl(s, 'after', key)}" for s in trained),
         )
     if config.student.precision == "mxfp4":
-        plain = (_number(s["heldout_kl_unquantised"]["all"]) for s in trained)
+        plain = (_kl(s, "unquantised", "all") for s in trained)
         row("held-out KL before, had the weights bf16 values", plain)
         row("share of what four bits cost, won back", (_won_back(s) for s in trained))
     row("teacher head loads a mini-batch", (_number(s["head_loads_per_mini_batch"], 0) for s in trained))
     row("log-prob mismatch in the sampler's precision, mean", (_number(s["mismatch_sampler_mean"], 6) for s in trained))
     row("log-prob mismatch as trained, mean", (_number(s["mismatch_trained_mean"], 6) for s in trained))
     if config.student.precision == "mxfp4":
-        row("linears whose MXFP4 values FP8 would change", (str(len(s["fp8_inexact"])) for s in trained))
+        inexact = (str(len(s["fp8_inexact"])) if "fp8_inexact" in s else "-" for s in trained)
+        row("linears whose MXFP4 values FP8 would change", inexact)
     return table
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,20 +33,32 @@ def location(description: str) -> Any:
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
-    def content(self) -> dict[str, Any]:
-        """The values that change what is produced, JSON-ready, nested sections included."""
+    def content(self, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The values that change what is produced, JSON-ready, nested sections included.
+
+        known: content of an older record. A setting that it lacks and that is at its default is left out, so that a
+        version of the software that adds a setting does not change what older runs are. None: everything.
+        """
         out: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
             extra = field.json_schema_extra
             if isinstance(extra, dict) and extra.get("operational"):
                 continue
             value = getattr(self, name)
-            if isinstance(value, Section):
-                value = value.content()
-            elif isinstance(value, tuple):
-                value = [v.content() if isinstance(v, Section) else v for v in value]
-            out[name] = value
+            if known is not None and name not in known and value == field.get_default(call_default_factory=True):
+                continue
+            out[name] = _content(value, None if known is None else known.get(name))
         return out
+
+
+def _content(value: Any, known: Any) -> Any:
+    """known: None where everything counts as known."""
+    if isinstance(value, Section):
+        return value.content(known if isinstance(known, Mapping) else None)
+    if isinstance(value, tuple):
+        items = known if isinstance(known, list) else []
+        return [_content(v, items[i] if i < len(items) else None) for i, v in enumerate(value)]
+    return value
 
 
 def compute_dtype(precision: Precision) -> Literal["fp32", "bf16"]:

@@ -2,6 +2,7 @@
 
     runs/RUN/record/000001.json                         numbered run records
     runs/RUN/lease/...                                  who drives the run
+    runs/RUN/00003/rollout/records/000001.json          what the stage is under that record: facts and fingerprint
     runs/RUN/00003/rollout/FINGERPRINT/manifest.json    proof that a stage finished
     .../p00007/epochs/000002.json                       epoch object: a lease, the partition manifest, or its revocation
     .../p00007/heartbeats/000002.json                   counter of the epoch's owner
@@ -89,8 +90,23 @@ def stage_prefix(run_id: str, iteration: int, stage: str, fingerprint: str) -> s
     return f"runs/{run_id}/{iteration:05d}/{stage}/{fingerprint[:16]}"
 
 
+def stage_identity(run_id: str, iteration: int, stage: str, record: int) -> str:
+    """What a stage of an iteration is under a run record: facts and fingerprint, put before anything is made."""
+    return f"runs/{run_id}/{iteration:05d}/{stage}/records/{record:06d}.json"
+
+
+def stage_folder(run_id: str, iteration: int, stage: str) -> str:
+    """Folder of a stage's fingerprints, in one iteration."""
+    return f"runs/{run_id}/{iteration:05d}/{stage}/"
+
+
 def stage_manifest(stage_prefix: str) -> str:
     return f"{stage_prefix}/manifest.json"
+
+
+def derived_rows(stage_prefix: str, table: str, digest: str) -> str:
+    """Rows that a stage's parent derived. digest, of all their columns, keeps two drivers out of each other's way."""
+    return f"{stage_prefix}/tables/{table}-{digest[:16]}.jsonl"
 
 
 def partition_prefix(stage_prefix: str, partition: int) -> str:
@@ -127,6 +143,11 @@ def wal_segment(owned: str, epoch_number: int, segment: int) -> str:
 def flow_run(flow_run_id: str) -> str:
     """Which run a scheduled flow run drives: set at its first start, met again by its retries."""
     return f"flow-runs/{flow_run_id}.json"
+
+
+def run_name(run_id: str) -> str:
+    """Which scheduled flow run has taken a run's name."""
+    return f"run-names/{run_id}.json"
 
 
 def table_lease(table: str) -> str:

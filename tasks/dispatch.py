@@ -51,6 +51,7 @@ def build_plan(
     root: str,
     run_id: str,
     iteration: int,
+    versions: dict[str, int],
     seed: int,
     teachers: list[dict[str, Any]],
     mini_batch_trajectories: int,
@@ -60,8 +61,9 @@ def build_plan(
 ) -> dict[str, Any]:
     """Write the plan of one iteration as a JSONL object of PLAN rows, in sort-key order, at `out_key`.
 
-    teachers: {"teacher_id", "weight"} of the run's manifest, at their teacher_index. Split train has steps 0.., the
-    last one short if need be; split heldout is step 0. Returns {"rows_key", "rows_digest", "num_rows",
+    versions: of tables prompts, trajectories and hidden_shards, whose slices the caller has compared with their
+    manifests. teachers: {"teacher_id", "weight"} of the run's manifest, at their teacher_index. Split train has steps
+    0.., the last one short if need be; split heldout is step 0. Returns {"rows_key", "rows_digest", "num_rows",
     "content_digest", "stats": {"steps", "trajectories", "heldout_trajectories", "given_up", "packs", "micro_batches",
     "sampled_tokens", "tokens", "fill", "seconds"}}.
 
@@ -69,7 +71,7 @@ def build_plan(
     than pack_tokens, and when there is nothing to train on.
     """
     started = time.monotonic()
-    pairs, given_up = _pairs(spark, root, run_id, iteration, seed, teachers)
+    pairs, given_up = _pairs(spark, root, run_id, iteration, versions, seed, teachers)
     trajectories = list(_trajectories(pairs, pack_tokens))
     train = [t for t in trajectories if t.split == "train"]
     heldout = [t for t in trajectories if t.split == "heldout"]
@@ -111,15 +113,26 @@ def build_plan(
     }
 
 
-def _slice(spark: SparkSession, root: str, table: str, run_id: str, iteration: int) -> DataFrame:
+def _table(spark: SparkSession, root: str, table: str, version: int) -> DataFrame:
+    place = tables.table_uri(root, table, for_spark=True)
+    return spark.read.format("delta").option("versionAsOf", version).load(place)
+
+
+def _slice(spark: SparkSession, root: str, table: str, version: int, run_id: str, iteration: int) -> DataFrame:
     from pyspark.sql import functions as F
 
-    frame = spark.read.format("delta").load(tables.table_uri(root, table, for_spark=True))
+    frame = _table(spark, root, table, version)
     return frame.where((F.col("run_id") == run_id) & (F.col("iteration") == iteration))
 
 
 def _pairs(
-    spark: SparkSession, root: str, run_id: str, iteration: int, seed: int, teachers: list[dict[str, Any]]
+    spark: SparkSession,
+    root: str,
+    run_id: str,
+    iteration: int,
+    versions: dict[str, int],
+    seed: int,
+    teachers: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], int]:
     """Expected (trajectory, teacher) pairs matched with found ones, in shuffled order; and the count of given-up ones.
 
@@ -129,8 +142,8 @@ def _pairs(
 
     if not -(1 << 63) <= seed < 1 << 63:
         raise ConfigError("seed", expected="a signed 64-bit integer", found=str(seed))
-    everything = _slice(spark, root, "trajectories", run_id, iteration)
-    prompts = spark.read.format("delta").load(tables.table_uri(root, "prompts", for_spark=True))
+    everything = _slice(spark, root, "trajectories", versions["trajectories"], run_id, iteration)
+    prompts = _table(spark, root, "prompts", versions["prompts"])
     manifest = spark.createDataFrame(
         pa.table(
             {
@@ -160,7 +173,7 @@ def _pairs(
         lambda end, part: F.when(part["first_token_row"] == end, end + part["rows"]).otherwise(F.lit(-1)),
     )
     found = (
-        _slice(spark, root, "hidden_shards", run_id, iteration)
+        _slice(spark, root, "hidden_shards", versions["hidden_shards"], run_id, iteration)
         .groupBy("trajectory_id", "teacher_index")
         .agg(covered.alias("covered_rows"))
     )

@@ -28,6 +28,7 @@ _PARTITION = {
     "objects": [{"key": str, "digest": str, "bytes": int}], "rows_key": str, "rows_digest": str, "num_rows": int,
     "stats": dict,
 }  # fmt: skip
+_IDENTITY = {"fingerprint": str, "facts": {"config": dict, "inputs": {"*": str}, "scoring": {"*": str}, "given": str}}
 _FILES = [{"name": str, "key": str, "digest": str}]
 #: What later parts read of one stage alone.
 _STAGE_OF = {"train": {"stats": {"checkpoint": {"version": str, "export": _FILES, "optimizer": _FILES}}}}
@@ -49,7 +50,16 @@ def read_stage(store: ObjectStore, key: str) -> dict[str, Any]:
     for name in manifest["partitions"]:
         if not name.isdecimal():
             raise FormatError(f"{store.root}/{key}, partitions", expected="numbers of partitions", found=repr(name))
+    for files in manifest["stats"].get("checkpoint", {}).values() if manifest["stage"] == "train" else ():
+        for entry in files if isinstance(files, list) else ():
+            _check_name(entry["name"], f"{store.root}/{key}, stats, checkpoint")
     return manifest
+
+
+def _check_name(name: str, where: str) -> None:
+    """Whoever may write to the store must not write files of whoever reads it: a name is one part of a path."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise FormatError(where, expected="names of files in one folder", found=repr(name)[:100])
 
 
 def read_partition(store: ObjectStore, stage_prefix: str, partition: int) -> Finished | None:
@@ -61,6 +71,11 @@ def read_partition(store: ObjectStore, stage_prefix: str, partition: int) -> Fin
         for shape in (_PARTITION, _PARTITION_OF.get(stage, {})):
             check(found.manifest, shape, f"{store.root}/{keys.epoch(owned, found.epoch)}, manifest")
     return found
+
+
+def read_identity(store: ObjectStore, key: str) -> dict[str, Any]:
+    """What a stage of an iteration is under a run record."""
+    return _read(store, key, _IDENTITY)
 
 
 def read_flow_run(store: ObjectStore, key: str) -> str:

@@ -6,8 +6,10 @@ from typing import Any
 
 from infra import leases
 from schemas import keys
+from tasks.finished import StageResult
+from tasks.rollout import prompt_entries
 from tasks.session import Session
-from tasks.stage import Stage, StageResult, run_stage
+from tasks.stage import Stage, run_stage, version_of
 
 _DEAD_AFTER_SECONDS = 30.0
 
@@ -16,11 +18,11 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
     """Shuffle and pack an iteration. Raises ContractError when trajectories and hidden states do not match."""
     config = session.config
 
-    def partitions(prefix: str) -> dict[int, Any]:
-        return {0: keys.partition_prefix(prefix, 0)}
+    def partitions() -> dict[int, Any]:
+        return {0: None}
 
-    def execute(_prefix: str, todo: dict[int, Any]) -> None:
-        owned = todo[0]
+    def execute(prefix: str, _todo: dict[int, Any]) -> None:
+        owned = keys.partition_prefix(prefix, 0)
         lease = leases.acquire(
             session.store, owned, owner={"stage": "dispatch"}, dead_after_seconds=_DEAD_AFTER_SECONDS
         )
@@ -28,11 +30,18 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
             return
         with lease:
             session.progress("dispatch", 0, 1, "plan")
+            prompts = [entry for entry, _ in prompt_entries(session.prompts[0])]
+            versions = {
+                "prompts": version_of(session, "prompts", prompts),
+                "trajectories": version_of(session, "trajectories", [rollout.manifest["tables"]["trajectories"]]),
+                "hidden_shards": version_of(session, "hidden_shards", [teach.manifest["tables"]["hidden_shards"]]),
+            }
             plan = session.spark.call(
                 "tasks.dispatch:build_plan",
                 root=config.data,
                 run_id=config.run_id,
                 iteration=iteration,
+                versions=versions,
                 seed=config.seed,
                 teachers=[
                     {"teacher_id": t.id, "weight": t.weight} for t in map(config.teacher, range(len(config.teachers)))
@@ -69,8 +78,8 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
         iteration=iteration,
         table="plan",
         config={
-            "seed": config.seed,
-            "dispatch": config.dispatch.content(),
+            "seed": session.content.get("seed", 0),
+            "dispatch": session.content.get("dispatch", {}),
             "weights": {t.id: t.weight for t in config.teachers},
         },
         inputs={"rollout": rollout.output_digest, "teach": teach.output_digest},

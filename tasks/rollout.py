@@ -9,20 +9,23 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from schemas import keys
 from schemas.config import RunConfig, compute_dtype
+from tasks.finished import StageResult
 from tasks.models import check_precisions, resolve_model, teacher_checks
 from tasks.prompts import prompts_of_iteration, split_prompts
 from tasks.rewards import check_verifiers
 from tasks.room import Room
 from tasks.session import Session
-from tasks.stage import Stage, StageResult, commit, run_stage, slice_matches, table_entry
+from tasks.stage import Stage, commit, run_stage, slice_matches, table_entry
 from tasks.students import Student
 from tasks.suspects import check_given_up
 from tasks.text import Tokenizer
+from tasks.verifiers import source_digest
 from tasks.workers import Limits, run_workers
 
 
@@ -68,15 +71,21 @@ def requests_of_iteration(
     return groups
 
 
-def commit_prompts(session: Session, prompts: list[dict[str, Any]]) -> None:
-    """The run's prompts into opd.prompts, a slice a source; nothing happens when they are there."""
+def prompt_entries(prompts: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """(entry, rows) of each slice of opd.prompts, a source, that the run's prompts make."""
     by_source: dict[str, list[dict[str, Any]]] = {}
     for row in prompts:
         by_source.setdefault(row["source"], []).append(row)
     for source, rows in by_source.items():
         key = f"prompts/{keys.digest(source)[:16]}.jsonl"
-        entry = table_entry("prompts", {"source": source}, [key], rows)
+        yield table_entry("prompts", {"source": source}, [key], rows), rows
+
+
+def commit_prompts(session: Session, prompts: list[dict[str, Any]]) -> None:
+    """The run's prompts into opd.prompts; nothing happens when they are there."""
+    for entry, rows in prompt_entries(prompts):
         if not slice_matches(session, "prompts", entry):
+            (key,) = entry["row_keys"]
             session.store.put(key, b"".join(keys.canonical_json(row) + b"\n" for row in rows))
             commit(session, "prompts", entry)
 
@@ -102,7 +111,12 @@ def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]], verifier_f
 
 
 def worker_settings(
-    config: RunConfig, student: Student, stop_ids: Sequence[int], vocab_size: int, workers: int
+    config: RunConfig,
+    student_folder: Path,
+    student_version: str,
+    stop_ids: Sequence[int],
+    vocab_size: int,
+    workers: int,
 ) -> dict[str, Any]:
     """The part of a worker's work file that all iterations of a run share; `workers` share this machine's cores."""
     rollout = config.rollout
@@ -110,7 +124,7 @@ def worker_settings(
         "root": config.data,
         "run_id": config.run_id,
         "student": {
-            "folder": str(student.folder), "precision": config.student.precision, "digest": student.version,
+            "folder": str(student_folder), "precision": config.student.precision, "digest": student_version,
         },
         "compute": compute_dtype(config.student.precision),
         "sampling": {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
@@ -140,15 +154,17 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
     partition keeps failing or more trajectories are given up than the configuration allows.
     """
     config = session.config
-    check_precisions(student.folder, config)
-    vocab_size = teacher_checks(student.folder, {t.id: resolve_model(t.path) for t in config.teachers})
+    configured = resolve_model(config.student.path)  # every student of the run has its shapes and its tokenizer
+    check_precisions(configured, config)
+    vocab_size = teacher_checks(configured, {t.id: resolve_model(t.path) for t in config.teachers})
     prompts, repeated = session.prompts
     if repeated:
         session.notes["repeated prompt rows, each counted once"] = repeated
-    tokenizer = Tokenizer.load(student.folder)
+    tokenizer = session.tokenizer
+    scoring = {name: source_digest(name) for name in sorted({p["verifier"] for p in prompts} - {None})}
     reports: list[dict[str, Any]] = []
 
-    def partitions(_prefix: str) -> dict[int, Any]:
+    def partitions() -> dict[int, Any]:
         groups = requests_of_iteration(session, iteration, tokenizer, prompts)
         check_verifiers(prompt["verifier"] for prompt in prompts if prompt["verifier"] is not None)
         commit_prompts(session, prompts)  # before an hour of sampling: the first call that needs Java
@@ -160,8 +176,9 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
 
     def execute(prefix: str, todo: dict[int, Any]) -> None:
         workers = min(config.rollout.workers, len(todo))
-        work = worker_settings(config, student, tokenizer.stop_ids, vocab_size, workers) | {
-            "iteration": iteration, "stage_prefix": prefix,
+        folder = student.folder(session)
+        work = worker_settings(config, folder, student.version, tokenizer.stop_ids, vocab_size, workers) | {
+            "iteration": iteration, "stage_prefix": prefix, "run_epoch": session.run_epoch, "scoring": scoring,
         }  # fmt: skip
         reports.append(
             run_workers(
@@ -190,17 +207,15 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
         name="rollout",
         iteration=iteration,
         table="trajectories",
-        config={
-            "seed": config.seed,
-            "prompts": config.prompts.content(),
-            "rollout": config.rollout.content(),
-            "student": config.student.content(),
-        },
+        config={name: session.content.get(name, {}) for name in ("seed", "prompts", "rollout", "student")},
         inputs={
             "student": student.version,
             "tokenizer": tokenizer.fingerprint,
+            "stop_ids": keys.digest([sorted(tokenizer.stop_ids), vocab_size]),
             "prompts": keys.digest([prompt["prompt_id"] for prompt in prompts]),
         },
+        given=lambda work: [{n: v for n, v in request.items() if n != "prompt"} for request in work["requests"]],
+        scoring=scoring,
         partitions=partitions,
         execute=execute,
         derive=derive,

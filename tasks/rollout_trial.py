@@ -21,7 +21,6 @@ from tasks.models import model_digest
 from tasks.random_model import STOP_ID, VOCAB_SIZE, write_random_model
 from tasks.rollout import worker_settings
 from tasks.session import LOGS, Session, spark_child
-from tasks.students import Student
 from tasks.wal import local_log, stored_log
 from tasks.workers import Limits, Pool, Watcher
 
@@ -87,9 +86,9 @@ class Trial:
     def run(self, name: str, iteration: int = 0, watcher: Watcher | None = None) -> dict[int, Outcome]:
         """Sample all partitions under a root of their own, a worker each, whatever `watcher` does to them."""
         session = self._session(name)
-        student = Student(self.model, model_digest(self.model), None)
-        work = worker_settings(session.config, student, [STOP_ID], VOCAB_SIZE, self.partitions) | {
-            "iteration": iteration, "stage_prefix": self.stage(iteration),
+        version = model_digest(self.model)
+        work = worker_settings(session.config, self.model, version, [STOP_ID], VOCAB_SIZE, self.partitions) | {
+            "iteration": iteration, "stage_prefix": self.stage(iteration), "run_epoch": 0, "scoring": {},
         }  # fmt: skip
         todo = {p: {"partition": p, "requests": self.requests(iteration, p)} for p in range(self.partitions)}
         pool = Pool(session, "rollout", iteration, work, todo, self.partitions)

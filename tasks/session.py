@@ -1,38 +1,36 @@
-"""A run being driven: its record, its lease, its store, and the one Spark child of the flow.
-
-The numbered run record holds what the run is (configuration content and model digests). Every start compares
-with the newest record; a difference is an error that names `--from-iteration`, which writes the next record and
-deletes the table slices from that iteration on. Stages whose fingerprints did not change recommit by themselves. A
-run that has made nothing yet takes a changed configuration as it comes.
-"""
+"""A run being driven: its lease, its records, its store, and the one Spark child of the flow."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
-import json
+import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra import leases, tables
+from infra import epochs, leases
 from infra.spark import SparkChild
 from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas.config import RunConfig
 from schemas.errors import ContractError, StoreError
-from tasks.manifests import read_record
+from tasks.admission import admit
 from tasks.models import model_digest, resolve_model
-from tasks.prompt_files import file_source
 from tasks.prompts import read_prompts
+from tasks.records import History
+from tasks.text import Tokenizer
 
 #: on_progress(stage, done, total, unit); total may grow.
 Progress = Callable[[str, int, int, str], None]
 RUN_LEASE_DEAD_AFTER_SECONDS = 20.0
 #: Folders of a run's scratch: local token logs; checkpoints in the middle of a plan.
 LOGS, TRAINING = "wal", "train"
+#: Locked, shared, by every driver of a run while it lives.
+IN_USE = ".in-use"
 
 
 def silent(_stage: str, _done: int, _total: int, _unit: str) -> None:
@@ -44,8 +42,9 @@ class Session:
     """What every stage is given. `spark` starts with a new run, else at its first call: a finished run needs none.
 
     target: (iteration, stage) that may be executed, all others must be finished; None: any may. trained: result of
-    the newest train stage, from which the next iteration's student comes; None before the first. prompts_checked:
-    every prompt was read once as student and teachers read it.
+    the newest train stage, from which the next iteration's student comes; None before the first. lease: of the run;
+    None where nobody else can drive it. life: random name of this life of the run, the same for every driver of it.
+    history: the run's records. prompts_checked: every prompt was read once as student and teachers read it.
     """
 
     config: RunConfig
@@ -55,6 +54,9 @@ class Session:
     target: tuple[int, str] | None = None
     trained: Any = None
     notes: dict[str, Any] = field(default_factory=dict)
+    lease: leases.Lease | None = None
+    life: str = "only"
+    history: History = field(default_factory=History)
     prompts_checked: bool = False
 
     @property
@@ -63,8 +65,29 @@ class Session:
 
     @property
     def scratch(self) -> Path:
-        """Local folder of this run for logs, work files and model copies."""
-        return Path(self.config.scratch).absolute() / self.config.run_id
+        """Local folder of this life of the run for logs, work files and model copies: a run of the same name under
+        another root, or after its root was deleted, has another one."""
+        return Path(self.config.scratch).absolute() / self.config.run_id / self.life
+
+    @property
+    def run_epoch(self) -> int:
+        """Which of the run's owners this one is: an owner of anything of the run under a lower one is superseded."""
+        return self.lease.epoch if self.lease is not None else 0
+
+    @property
+    def run_lease(self) -> dict[str, Any] | None:
+        """For a process that acts for the run: what it asks whether this driver still owns it."""
+        return None if self.lease is None else {"owned": self.lease.owned, "epoch": self.lease.epoch}
+
+    def check_owner(self) -> None:
+        """Before whatever counts for others: ContractError when another process has taken the run."""
+        if self.lease is not None:
+            self.lease.check()
+
+    @functools.cached_property
+    def content(self) -> dict[str, Any]:
+        """The configuration's content as the run knows it: without settings that its record lacks, at their default."""
+        return self.config.content(self.history.newest[1]["config"] if self.history.records else None)
 
     @functools.cached_property
     def model_digests(self) -> dict[str, str]:
@@ -73,6 +96,16 @@ class Session:
         for teacher in self.config.teachers:
             digests[f"teacher:{teacher.id}"] = model_digest(resolve_model(teacher.path))
         return digests
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The student's, read once: every student of the run has it."""
+        return Tokenizer.load(resolve_model(self.config.student.path))
+
+    @functools.cached_property
+    def teacher_tokenizers(self) -> list[Tokenizer]:
+        """By teacher_index. Their ids agree; chat templates may differ."""
+        return [Tokenizer.load(resolve_model(self.config.teacher(i).path)) for i in range(len(self.config.teachers))]
 
     @functools.cached_property
     def prompts(self) -> tuple[list[dict[str, Any]], int]:
@@ -88,86 +121,36 @@ def current_session() -> Session:
     return _current.get()
 
 
-def run_record(session: Session) -> dict[str, Any]:
-    """What a run is; student_path is where a reader finds the tokenizer, and is not compared."""
-    return {
-        "config": session.config.content(),
-        "models": session.model_digests,
-        "prompt_files": [file_source(file) for file in session.config.prompts.files],
-        "student_path": session.config.student.path,
-    }
-
-
-def newest_record(store: ObjectStore, run_id: str) -> tuple[int, dict[str, Any]] | None:
-    """(number, record) of the newest run record, or None for a run that never started."""
-    records = store.list(keys.run_records(run_id))
-    if not records:
-        return None
-    return int(Path(records[-1]).stem), read_record(store, records[-1])
-
-
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            line
-            for name in sorted({*old, *new})
-            for line in _differences(old.get(name), new.get(name), f"{path}.{name}" if path else name)
-        ]
-    return [] if old == new else [f"{path}: {old!r} -> {new!r}"[:300]]
-
-
-def _has_made_anything(session: Session) -> bool:
-    """Has any stage of the run written more than who owned what?"""
-    prefix = keys.run_prefix(session.run_id) + "/"
-    bookkeeping = ("record", "lease", "epochs", "heartbeats")
-    return any(
-        not {*key.removeprefix(prefix).split("/")[:-1]}.intersection(bookkeeping) for key in session.store.list(prefix)
-    )
-
-
-def _check_record(session: Session, from_iteration: int | None) -> None:
-    record = json.loads(keys.canonical_json(run_record(session)))
-    newest = newest_record(session.store, session.run_id)
-    if newest is None:
-        session.store.put_if_absent(keys.run_record(session.run_id, 1), keys.canonical_json(record))
-        session.spark.start()  # everything is still to be made: its JVM starts beside Prefect's server
-        return
-    number, old = newest
-    compared = ("config", "models", "prompt_files")
-    differences = _differences({n: old[n] for n in compared}, {n: record[n] for n in compared})
-    if from_iteration is None:
-        if differences and not _has_made_anything(session):
-            # Nothing stands on the old record: what failed was the first start, and its cure is no change.
-            session.store.put_if_absent(keys.run_record(session.run_id, number + 1), keys.canonical_json(record))
-        elif differences:
-            raise ContractError(
-                f"run {session.run_id}, record {number}", expected="the configuration that the run began with",
-                found="; ".join(differences[:5]), safe="everything that the run has made",
-                next_command="opd run CONFIG --from-iteration K, or another run_id",
-            )  # fmt: skip
-        return
-    tables_deleted = session.spark.call(
-        "infra.tables:delete_slices_from", root=session.config.data, run_id=session.run_id, iteration=from_iteration
-    )
-    session.notes["deleted"] = tables_deleted
-    session.store.put_if_absent(keys.run_record(session.run_id, number + 1), keys.canonical_json(record))
-
-
-def _make_scratch(config: RunConfig) -> None:
+@contextlib.contextmanager
+def _scratch_in_use(session: Session) -> Iterator[None]:
+    """The folder exists and is marked as in use: whoever deletes folders of runs asks the mark first."""
+    folder = session.scratch
     try:
-        (Path(config.scratch).absolute() / config.run_id).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StoreError(
-            f"scratch = {config.scratch!r}", expected="a local folder that can be written", found=str(error),
+            f"scratch = {session.config.scratch!r}", expected="a local folder that can be written", found=str(error),
             safe="everything under the data root",
         ) from error  # fmt: skip
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def spark_child(config: RunConfig) -> SparkChild:
+def life_of(store: ObjectStore, run_id: str) -> str:
+    """Random name of a run's life, from its first lease: it tells a new root from an old one of the same place."""
+    first = epochs.read(store, keys.run_lease(run_id), 1)
+    return first["nonce"][:8] if first is not None else ""
+
+
+def spark_child(config: RunConfig, life: str = "only") -> SparkChild:
     return SparkChild(
         root=config.data,
         settings=config.spark.model_dump(),
-        log_path=Path(config.scratch).absolute() / config.run_id / "logs" / "spark.log",
+        log_path=Path(config.scratch).absolute() / config.run_id / life / "logs" / "spark.log",
     )
 
 
@@ -184,23 +167,19 @@ def open_session(
     Raises ContractError for a live run or a changed configuration, StoreError for a folder that cannot be used.
     """
     store = open_store(config.data)
-    _make_scratch(config)
     owned = keys.run_lease(config.run_id)
     lease = leases.acquire(
         store, owned, owner={"run": config.run_id}, dead_after_seconds=RUN_LEASE_DEAD_AFTER_SECONDS, wait=False
     )
     if isinstance(lease, leases.Finished):
         raise ContractError(f"run {config.run_id}", expected="a run", found="a run lease that holds a manifest")
-    with lease, spark_child(config) as spark:
-        session = Session(config, store, spark, progress, target)
-        _check_record(session, from_iteration)
-        token = _current.set(session)
-        try:
-            yield session
-        finally:
-            _current.reset(token)
-
-
-def read_table(session: Session, table: str, **where: Any) -> list[dict[str, Any]]:
-    """Rows of this run's slice, without a JVM."""
-    return tables.read_rows(session.config.data, table, {"run_id": session.run_id, **where})
+    life = life_of(store, config.run_id)
+    with lease, spark_child(config, life) as spark:
+        session = Session(config, store, spark, progress, target, lease=lease, life=life)
+        with _scratch_in_use(session):
+            session.history = admit(session, from_iteration)
+            token = _current.set(session)
+            try:
+                yield session
+            finally:
+                _current.reset(token)

@@ -10,7 +10,7 @@ from infra.store import open_store
 from schemas import shards
 from schemas.errors import ContractError
 from tasks.models import resolve_model
-from tasks.session import newest_record
+from tasks.records import newest_record
 from tasks.text import Tokenizer
 
 

@@ -12,23 +12,23 @@ from typing import Any
 from schemas import keys
 from schemas.config import compute_dtype
 from schemas.errors import ContractError
+from tasks.finished import StageResult
 from tasks.models import resolve_model
 from tasks.room import teacher_context
-from tasks.session import Session, read_table
-from tasks.stage import Stage, StageResult, run_stage
-from tasks.text import Tokenizer
+from tasks.session import Session
+from tasks.stage import Stage, input_rows, run_stage
 from tasks.workers import Limits, run_workers
 
 
-def _items(session: Session, iteration: int) -> dict[int, list[dict[str, Any]]]:
+def _items(session: Session, rollout: StageResult) -> dict[int, list[dict[str, Any]]]:
     """teacher_index -> what to read, in order of trajectory_id. Raises ContractError for an unknown prompt."""
     config = session.config
     prompts = {p["prompt_id"]: p for p in session.prompts[0]}
     index_of = {teacher_id: i for i, teacher_id in enumerate(config.teacher_ids)}
-    tokenizers = {i: Tokenizer.load(resolve_model(config.teacher(i).path)) for i in index_of.values()}
+    tokenizers = session.teacher_tokenizers
     contexts: dict[tuple[int, str], list[int]] = {}
     items: dict[int, list[dict[str, Any]]] = {i: [] for i in index_of.values()}
-    for row in sorted(read_table(session, "trajectories", iteration=iteration), key=lambda r: r["trajectory_id"]):
+    for row in sorted(input_rows(session, rollout, "trajectories"), key=lambda r: r["trajectory_id"]):
         if row["status"] == "given_up":
             continue  # counted by the rollout stage; dispatch leaves it out as well
         if row["prompt_id"] not in prompts:
@@ -53,30 +53,36 @@ def _items(session: Session, iteration: int) -> dict[int, list[dict[str, Any]]]:
     return items
 
 
+def _content(item: dict[str, Any]) -> dict[str, Any]:
+    """Without the key of its token shard, in which an epoch stands: a shard is named by its digest."""
+    return {name: value for name, value in item.items() if name != "shard_key"}
+
+
 def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult:
     """Hidden states of every (trajectory, teacher) of an iteration."""
     config = session.config
 
-    def partitions(prefix: str) -> dict[int, Any]:
+    def partitions() -> dict[int, Any]:
         out: dict[int, Any] = {}
-        for teacher_index, items in sorted(_items(session, iteration).items()):
+        for teacher_index, items in sorted(_items(session, rollout).items()):
             teacher = config.teacher(teacher_index)
             for first in range(0, len(items), config.teach.trajectories_per_partition):
                 partition = len(out)
                 out[partition] = {
                     "partition": partition,
-                    "owned": keys.partition_prefix(prefix, partition),
                     "teacher_index": teacher_index,
                     "teacher_id": teacher.id,
                     "model": str(resolve_model(teacher.path)),
+                    "digest": session.model_digests[f"teacher:{teacher.id}"],
                     "precision": teacher.precision,
                     "compute": compute_dtype(teacher.precision),
                     "items": items[first : first + config.teach.trajectories_per_partition],
                 }
         return out
 
-    def execute(_prefix: str, todo: dict[int, Any]) -> None:
+    def execute(prefix: str, todo: dict[int, Any]) -> None:
         workers = min(config.teach.workers, len(todo))
+        todo = {i: entry | {"owned": keys.partition_prefix(prefix, i)} for i, entry in todo.items()}
         work = {
             "root": config.data,
             "run_id": config.run_id,
@@ -84,6 +90,7 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
             "batch_tokens": config.teach.batch_tokens,
             "threads": config.teach.threads or max(1, (os.cpu_count() or 1) // workers),
             "dead_after_seconds": config.teach.dead_after_seconds,
+            "run_epoch": session.run_epoch,
         }
         run_workers(
             session, "teach", iteration, work, todo,
@@ -103,11 +110,12 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
         name="teach",
         iteration=iteration,
         table="hidden_shards",
-        config={"teachers": [t.content() for t in config.teachers], "teach": config.teach.content()},
+        config={name: session.content.get(name, {}) for name in ("teachers", "teach")},
         inputs={
             "rollout": rollout.output_digest,
             **{name: d for name, d in session.model_digests.items() if name.startswith("teacher:")},
         },
+        given=lambda work: [work["teacher_index"], [_content(item) for item in work["items"]]],
         partitions=partitions,
         execute=execute,
         derive=derive,

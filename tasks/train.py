@@ -11,11 +11,11 @@ from typing import Any
 
 from schemas import keys
 from schemas.rows import CHECKPOINTS
+from tasks.finished import StageResult
 from tasks.models import resolve_model
-from tasks.session import TRAINING, Session, read_table
-from tasks.stage import Stage, StageResult, run_stage
+from tasks.session import TRAINING, Session
+from tasks.stage import Stage, input_rows, run_stage
 from tasks.students import Student
-from tasks.text import Tokenizer
 from tasks.workers import run_group, write_rows
 
 
@@ -53,35 +53,39 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
     """
     config = session.config
 
-    def partitions(prefix: str) -> dict[int, Any]:
-        return {0: {"owned": keys.partition_prefix(prefix, 0)}}
+    def partitions() -> dict[int, Any]:
+        return {0: None}
 
-    def execute(_prefix: str, todo: dict[int, Any]) -> None:
-        folder = session.scratch / "work"
+    def execute(prefix: str, _todo: dict[int, Any]) -> None:
+        folder, optimizer = session.scratch / "work", student.optimizer_folder(session)
         work = {
             "root": config.data,
             "run_id": config.run_id,
             "iteration": iteration,
-            "owned": todo[0]["owned"],
+            "owned": keys.partition_prefix(prefix, 0),
+            "run_epoch": session.run_epoch,
             "seed": config.seed,
-            "student_folder": str(student.folder),
+            "student_folder": str(student.folder(session)),
             "student_version": student.version,
             "precision": config.student.precision,
             "compute": config.train.compute,
-            "optimizer_from": str(student.optimizer) if student.optimizer else None,
-            "plan_rows_path": write_rows(folder / "plan.jsonl", read_table(session, "plan", iteration=iteration)),
+            "optimizer_from": str(optimizer) if optimizer else None,
+            "plan_rows_path": write_rows(folder / "plan.jsonl", input_rows(session, inputs["dispatch"], "plan")),
             "trajectory_rows_path": write_rows(
-                folder / "trajectories.jsonl", read_table(session, "trajectories", iteration=iteration)
+                folder / "trajectories.jsonl", input_rows(session, inputs["rollout"], "trajectories")
             ),
             "hidden_rows_path": write_rows(
-                folder / "hidden_shards.jsonl", read_table(session, "hidden_shards", iteration=iteration)
+                folder / "hidden_shards.jsonl", input_rows(session, inputs["teach"], "hidden_shards")
             ),
             "teachers": [
-                {"teacher_index": i, "folder": str(resolve_model(config.teacher(i).path))}
+                {
+                    "teacher_index": i,
+                    "folder": str(resolve_model(config.teacher(i).path)),
+                    "digest": session.model_digests[f"teacher:{config.teacher_ids[i]}"],
+                }
                 for i in range(len(config.teachers))
             ],
-            "vocab_size": Tokenizer.load(student.folder).vocab_size,
-            "slots": config.dispatch.slots,
+            "vocab_size": session.tokenizer.vocab_size,
             "page_tokens": config.rollout.page_tokens,
             "train": config.train.model_dump(),
             "threads": config.train.threads or max(1, (os.cpu_count() or 1) // config.train.ranks),
@@ -111,8 +115,12 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
         name="train",
         iteration=iteration,
         table="metrics",
-        config={"train": config.train.content(), "student": config.student.content(), "seed": config.seed},
-        inputs={"student": student.version, **{name: result.output_digest for name, result in inputs.items()}},
+        config={name: session.content.get(name, {}) for name in ("train", "student", "seed")},
+        inputs={
+            "student": student.version,
+            **{name: result.output_digest for name, result in inputs.items()},
+            **{name: d for name, d in session.model_digests.items() if name.startswith("teacher:")},
+        },
         partitions=partitions,
         execute=execute,
         derive=derive,

@@ -3,6 +3,7 @@
     token log and spilled KV of a partition   when its manifest and its stage's manifest stand; all of its epochs
     other objects of a partition              then too: those of superseded owners, which its manifest does not name
     a partition's folders on this node        then too, and nothing in them was written for a day
+    folders of a run's other lives            of another root, or of this one before it was deleted; the same
     unfinished writes of killed processes     files or multipart uploads a day old, by the store's own clock
     epochs of a table's lease                 all but the newest _KEPT_EPOCHS
 
@@ -15,6 +16,7 @@ next call finds. Logs are what explains a strange trajectory, so nothing is dele
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -29,7 +31,7 @@ from schemas import keys
 from schemas.errors import ContractError
 from schemas.rows import TABLES
 from tasks.manifests import read_partition, read_stage
-from tasks.session import LOGS, TRAINING
+from tasks.session import IN_USE, LOGS, TRAINING, life_of
 
 STALE_SECONDS = 86_400.0
 # A committer that was paused for as long as this many commits finds its lease gone, and Delta refuses it as well:
@@ -126,8 +128,9 @@ def _partitions(store: ObjectStore, run_id: str, scratch: Path | None, dry_run: 
     ]
     if scratch is not None:
         stages = sorted({prefix for prefix, _ in owned})
-        folders = _stale(scratch / run_id, _local_folders(scratch / run_id, stages, finished))
-        collected.append(_remove(run_id, folders, dry_run))
+        runs, life = scratch / run_id, life_of(store, run_id)
+        folders = [*_local_folders(runs / life, stages, finished), *_other_lives(runs, life)]
+        collected.append(_remove(run_id, _stale(runs, folders), dry_run))
     return collected
 
 
@@ -143,6 +146,20 @@ def _local_folders(local: Path, stages: Iterable[str], finished: _Finished) -> l
         if folder.is_dir() and finished.get(prefix, 0) is not None:
             found.append(folder)
     return found
+
+
+def _other_lives(runs: Path, life: str) -> list[Path]:
+    """What runs of the same name left on this node under other roots, or under this one before it was deleted; only
+    those that no driver has in use."""
+    marks = sorted(runs.glob(f"*/{IN_USE}")) if life else []
+    return [mark.parent for mark in marks if mark.parent.name != life and not _in_use(mark)]
+
+
+def _in_use(mark: Path) -> bool:
+    with contextlib.suppress(OSError), open(mark, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    return True
 
 
 def _stale(local: Path, folders: Sequence[Path]) -> list[Path]:

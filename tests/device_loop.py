@@ -120,7 +120,8 @@ class Loop:
                 })  # fmt: skip
             partitions.append({"partition": partition, "requests": requests})
         return {
-            "root": str(self.root), "run_id": name, "iteration": 0, "stage_prefix": f"runs/{name}/00000/rollout/f",
+            "root": str(self.root), "run_id": name, "iteration": 0,
+            "stage_prefix": f"runs/{name}/00000/rollout/f", "scoring": {},
             "student": {"folder": str(self.student), "precision": precision, "digest": "d" * 64}, "compute": "bf16",
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2],
             "vocab_size": self.vocab_size, "threads": THREADS, "scratch": str(self.folder / f"{name}-scratch"),

@@ -74,7 +74,7 @@ class Site:
                 "prompt": {"prompt_id": f"prompt{i // 3}", "verifier": "tests.verifiers:count_letters"},
             })  # fmt: skip
         self.work = {
-            "root": str(folder / "data"), "run_id": "kills", "iteration": 0, "stage_prefix": PREFIX,
+            "root": str(folder / "data"), "run_id": "kills", "iteration": 0, "stage_prefix": PREFIX, "scoring": {},
             "student": {"folder": str(model), "precision": "bf16", "digest": "d" * 64}, "compute": "bf16",
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2], "vocab_size": 259,
             "engine": {"max_sequences": 5, "page_tokens": 16, "kv_bytes": 1 << 22}, "ranks": 1, "threads": 1,

@@ -45,6 +45,7 @@ from tasks.ranks.rollout_results import Response, publish
 from tasks.ranks.shared_student import load_student
 from tasks.ranks.spills import put_in_time, read_spills
 from tasks.rewards import Rewarder
+from tasks.verifiers import source_digest
 from tasks.wal import local_log, stored_segments
 
 _REPORT_SECONDS = 0.25
@@ -119,6 +120,17 @@ def _recovered(segments: Iterator[tuple[str, bytes]]) -> Recovered | None:
     """None for a log without a segment."""
     first = next(segments, None)
     return first and recover(chain([first], segments), Path(first[0]).parent.as_posix())
+
+
+def _check_scoring(scoring: dict[str, str]) -> None:
+    """Raises ContractError for a verifier that is not the one that the stage was started with."""
+    for name, digest in scoring.items():
+        if source_digest(name) != digest:
+            raise ContractError(
+                f"verifier {name!r}", expected=f"the source that the stage was started with, {digest[:16]}",
+                found=source_digest(name)[:16], safe="every response is in the log and is scored again",
+                next_command="the same command again",
+            )  # fmt: skip
 
 
 class Worker:
@@ -197,6 +209,7 @@ class Worker:
         common = {"run_id": self.work["run_id"], "iteration": self.work["iteration"], "partition": partition.index,
                   "student_version": self.work["student"]["digest"]}  # fmt: skip
         rewarder.start_partition()
+        _check_scoring(self.work["scoring"])
         with self.stop.at_once():  # every response is in the store: a later worker scores them again
             manifest = publish(
                 self.store,
@@ -208,7 +221,7 @@ class Worker:
             )
         stats = {"verifier_failures": rewarder.failures, "seconds": time.monotonic() - started}
         stats |= observed(rank_device())
-        return manifest | {"stats": manifest["stats"] | stats}
+        return manifest | {"stats": manifest["stats"] | stats, "scoring": self.work["scoring"]}
 
 
 class Partition:

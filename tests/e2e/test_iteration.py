@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from infra import tables
-from infra.launch import free_port
+from tests import prefect_server
+from tests.prefect_server import ask
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark]
@@ -107,44 +105,8 @@ def output_digests(data: Path) -> dict[tuple[int, str], str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def prefect_api(tmp_path_factory):
-    """URL of a real Prefect server on loopback, which every command of these tests reports to."""
-    folder = tmp_path_factory.mktemp("prefect")
-    port = free_port()
-    quiet = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    with (
-        open(folder / "server.log", "wb") as log,
-        subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True,
-        ) as server,
-    ):  # fmt: skip
-        url = f"http://127.0.0.1:{port}/api"
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                for name, value in {**quiet, "PREFECT_API_URL": url, "NO_COLOR": "1", "COLUMNS": "200"}.items():
-                    patch.setenv(name, value)
-                deadline = time.monotonic() + 180
-                while not answers(f"{url}/health"):
-                    assert server.poll() is None, (folder / "server.log").read_text()
-                    assert time.monotonic() < deadline, (folder / "server.log").read_text()
-                    time.sleep(0.1)
-                yield url
-        finally:
-            os.killpg(server.pid, signal.SIGTERM)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-def ask(url: str, body: dict) -> list[dict]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    with prefect_server.running(tmp_path_factory.mktemp("prefect")) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +187,33 @@ def test_one_stage_alone_and_questions(finished):
     assert "chain_sum" in opd("sql", ready, "--data", data)
 
 
+def test_from_iteration_leaves_what_lies_below_as_it_was_made(finished, tmp_path):
+    """Another learning rate from iteration 1 on: iteration 0 keeps its rows and its student, and is not executed."""
+    shutil.copytree(finished[0] / "data", tmp_path / "data")
+    config = tmp_path / "run.toml"
+    config.write_text(finished[1].read_text().replace(f"{finished[0]}/data", f"{tmp_path}/data"))
+    data = tmp_path / "data"
+
+    def rows(iteration: int) -> dict[str, list]:
+        found = {t: tables.read_rows(str(data), t, {"run_id": "tiny", "iteration": iteration})
+                 for t in ("trajectories", "plan", "metrics", "checkpoints", "stage_runs")}  # fmt: skip
+        return found | {"objects": [v for k, v in object_bytes(data).items() if f"/{iteration:05d}/" in k]}
+
+    before = rows(0), rows(1)
+    out = opd("run", config, "--set", "train.learning_rate=1e-3", "--from-iteration", "1")
+    assert "from-iteration" in opd("run", config, status=5), "the old configuration is no longer the run's"
+    assert rows(0) == before[0]
+    after = rows(1)
+    assert after["trajectories"] == before[1]["trajectories"], "the rollout of 1 does not depend on it: it recommits"
+    assert after["checkpoints"] != before[1]["checkpoints"]
+    assert after["metrics"] != before[1]["metrics"]
+    assert "held-out KL" in out
+    again = opd("run", config, "--set", "train.learning_rate=1e-3", "--from-iteration", "1")
+    assert "nothing differs" in again
+    assert rows(1) == after
+    assert "0 breaches" in opd("verify", "tiny", "--data", data)
+
+
 def is_superseded(data: Path, key: str) -> bool:
     """Of a partition's owner that was not the one to finish, which the drill's may have been: its manifest lies at
     the epoch after its finisher's."""
@@ -281,10 +270,10 @@ def test_a_killed_campaign_ends_with_the_same_bytes(finished, prefect_api, tmp_p
             time.sleep(0.02)
 
     with started() as process:
-        until(process, "scratch/tiny/wal/**/wal/000001.seg")
+        until(process, "scratch/tiny/*/wal/**/wal/000001.seg")
         process.kill()
     for stage, sign in (
-        ("rollout", "scratch/tiny/wal/**/e000002/wal/000001.seg"),
+        ("rollout", "scratch/tiny/*/wal/**/e000002/wal/000001.seg"),
         ("train", "data/runs/tiny/00000/train/*/p00000/epochs/*.json"),
     ):
         with started() as process:

@@ -11,7 +11,7 @@ from flows import cli
 
 COMMANDS = (
     "run", "rollout", "teach", "dispatch", "train", "show", "sql", "verify", "doctor", "bench", "models", "teachers",
-    "teachers report", "teachers pack", "wal", "wal show", "wal check", "upkeep",
+    "teachers report", "teachers pack", "wal", "wal show", "wal check", "upkeep", "watch",
 )  # fmt: skip
 
 

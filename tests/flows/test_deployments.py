@@ -9,6 +9,7 @@ from prefect.flows import load_flow_from_entrypoint
 
 from flows.campaign import run_id_of
 from infra.store import LocalStore
+from schemas import keys
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -16,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 def test_every_deployment_loads_and_takes_its_parameters(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     deployments = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
-    assert {d["name"] for d in deployments} == {"campaign", "nightly", "upkeep"}
+    assert {d["name"] for d in deployments} == {"campaign", "nightly", "upkeep", "watch"}
     for deployment in deployments:
         found = load_flow_from_entrypoint(deployment["entrypoint"])
         found.validate_parameters(deployment["parameters"])
@@ -33,6 +34,15 @@ def test_a_retry_at_another_time_meets_the_same_run(tmp_path):
     assert run_id_of(store, "f1", night) == "20260102T010000Z"
     assert run_id_of(store, "f1", night.replace(hour=9)) == "20260102T010000Z"
     assert run_id_of(store, "f2", night.replace(day=3)) == "20260103T010000Z"
+
+
+def test_flow_runs_of_the_same_second_drive_runs_of_their_own(tmp_path):
+    store = LocalStore(tmp_path)
+    night = datetime(2026, 1, 2, 1, 0, tzinfo=UTC)
+    names = [run_id_of(store, name, night) for name in ("f1", "f2", "f3", "f1", "f2")]
+    assert names == ["20260102T010000Z", "20260102T010000Z-2", "20260102T010000Z-3", *names[:2]]
+    store.delete(keys.flow_run("f2"))
+    assert run_id_of(store, "f2", night) == names[1], "it died between taking the name and saying so"
 
 
 @pytest.mark.parametrize("name", ["demo.toml"])

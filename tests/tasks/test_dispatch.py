@@ -144,6 +144,7 @@ def arguments(root: str, run_id: str, **changes: Any) -> dict[str, Any]:
     return {
         "root": root, "run_id": run_id, "iteration": 0, "seed": 7, "teachers": TEACHERS,
         "mini_batch_trajectories": 16, "pack_tokens": 128, "slots": 3,
+        "versions": {t: tables.table_version(root, t) for t in ("prompts", "trajectories", "hidden_shards")},
         "out_key": f"test/{run_id}/plan.jsonl", **changes,
     }  # fmt: skip
 
