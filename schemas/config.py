@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from schemas.errors import ConfigError
 from schemas.keys import check_run_id
@@ -28,6 +28,44 @@ def operational(default: Any, **constraints: Any) -> Any:
 def location(description: str) -> Any:
     """A required path. What is found there enters fingerprints by its digest, the path itself does not."""
     return Field(min_length=1, description=description, json_schema_extra={"operational": True})
+
+
+#: Normal numbers of fp32, which sampling, loss and optimizer compute in: below, kernels may take a number for 0.
+FP32_SMALLEST, FP32_LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+
+def is_positive_fp32(value: float) -> bool:
+    return FP32_SMALLEST <= value <= FP32_LARGEST
+
+
+def _positive_fp32(value: float) -> float:
+    if not is_positive_fp32(value):
+        raise ValueError(f"a number above 0 that fp32 holds, {FP32_SMALLEST:.3g} to {FP32_LARGEST:.3g}")
+    return value
+
+
+def _fp32(value: float) -> float:
+    return value if value == 0 else _positive_fp32(value)
+
+
+def _share(value: float) -> float:
+    # What is nearer to 1 than fp32 can say becomes 1, and an average that never moves.
+    if value > 1 - 2.0**-24:
+        raise ValueError("a number below 1 in fp32")
+    return _fp32(value)
+
+
+def _temperature(value: float) -> float:
+    # Logits of up to 1e8, divided by it or multiplied with its inverse, stay numbers of fp32.
+    if not 1e-30 <= value <= 1e30:
+        raise ValueError("a temperature from 1e-30 to 1e30, so that fp32 holds logits divided by it")
+    return value
+
+
+Positive = Annotated[float, AfterValidator(_positive_fp32)]
+NotNegative = Annotated[float, AfterValidator(_fp32)]
+Decay = Annotated[float, AfterValidator(_share)]
+Temperature = Annotated[float, AfterValidator(_temperature)]
 
 
 class Section(BaseModel):
@@ -74,7 +112,7 @@ class Student(Section):
 class Teacher(Section):
     id: str = Field(min_length=1, description="opaque; the order of ids gives teacher_index")
     path: str = location("Hugging Face model folder")
-    weight: float = Field(1.0, gt=0, description="weight of this teacher's KL, never normalised")
+    weight: Positive = Field(1.0, gt=0, description="weight of this teacher's KL, never normalised")
     precision: Precision = Field("bf16", description="values of the linear weights")
     template: str = Field(
         "",
@@ -131,9 +169,9 @@ class Prompts(Section):
 class Rollout(Section):
     samples_per_prompt: int = Field(2, gt=0)
     max_response_tokens: int = Field(64, gt=0)
-    temperature: float = Field(1.0, gt=0)
+    temperature: Temperature = Field(1.0, gt=0)
     top_k: int = Field(0, ge=0, description="0: no cut")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Positive = Field(1.0, gt=0, le=1)
     prompts_per_partition: int = Field(8, gt=0)
     max_sequences: int = operational(32, gt=0, description="sequences in flight in one worker")
     page_tokens: int = Field(64, gt=0, description="tokens of a KV page, a power of two; a GPU wants 64 at least")
@@ -185,14 +223,14 @@ class Dispatch(Section):
 
 
 class Train(Section):
-    learning_rate: float = Field(2e-5, gt=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
-    gradient_clip: float = Field(1.0, gt=0)
+    learning_rate: Positive = Field(2e-5, gt=0)
+    beta1: Decay = Field(0.9, ge=0, lt=1)
+    beta2: Decay = Field(0.95, ge=0, lt=1)
+    weight_decay: NotNegative = Field(0.0, ge=0)
+    gradient_clip: Positive = Field(1.0, gt=0)
     warmup_steps: int = Field(0, ge=0)
     divergence: Literal["reverse", "forward"] = "reverse"
-    temperature: float = Field(1.0, gt=0)
+    temperature: Temperature = Field(1.0, gt=0)
     kl_precision: Literal["exact", "fp8_gradients", "fp8"] = Field(
         "exact", description="which products of the KL are FP8: fp8_gradients keeps the loss exact, fp8 does not"
     )
@@ -229,7 +267,7 @@ class RunConfig(Section):
     """One run. Paths are relative to the working directory."""
 
     run_id: str
-    seed: int = 0
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
     iterations: int = operational(1, gt=0)
     data: str = operational(
         "data", min_length=1, description="root of objects and tables: folder or s3://BUCKET/PREFIX"
@@ -306,7 +344,7 @@ def _explain(error: ValidationError, source: str) -> ConfigError:
         )
     if first["type"] == "missing":
         return ConfigError(where, expected="a value", found="nothing")
-    return ConfigError(where, expected=first["msg"], found=repr(first["input"])[:200])
+    return ConfigError(where, expected=first["msg"].removeprefix("Value error, "), found=repr(first["input"])[:200])
 
 
 def parse(values: dict[str, Any], source: str = "config") -> RunConfig:

@@ -41,8 +41,8 @@ def digest_bytes(data: bytes | bytearray | memoryview) -> str:
 
 
 def prompt_id(columns: Mapping[str, Any]) -> str:
-    """Identity of a prompt: 32 hexadecimal digits over all of its columns."""
-    return digest({k: v for k, v in columns.items() if k != "prompt_id"})[:32]
+    """Identity of a prompt: 32 hexadecimal digits over its content: all columns but where it is from."""
+    return digest({k: v for k, v in columns.items() if k not in ("prompt_id", "source")})[:32]
 
 
 def trajectory_id(run_id: str, iteration: int, prompt_id: str, sample_index: int) -> str:

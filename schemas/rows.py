@@ -69,8 +69,8 @@ _ITERATION = Column("iteration", "int", "pass rollout..train, from 0")
 
 PROMPTS = _table(
     "prompts", "prompt_id", "source",
-    Column("prompt_id", "string", "digest of every other column"),
-    Column("source", "string", "where it came from: a file's digest or a generator's name and seed"),
+    Column("prompt_id", "string", "digest of every other column but source"),
+    Column("source", "string", "file or generator that brought it first, and a digest of the prompts added with it"),
     Column("domain", "string", "the user's grouping"),
     Column("teachers", "array<struct<teacher_id:string,weight:double>>", "who teaches it; weights are not normalised"),
     Column("messages", "string", "JSON list of {role, content}"),

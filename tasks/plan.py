@@ -7,7 +7,7 @@ from typing import Any
 from infra import leases
 from schemas import keys
 from tasks.finished import StageResult
-from tasks.rollout import prompt_entries
+from tasks.prompt_table import prompt_entries
 from tasks.session import Session
 from tasks.stage import Stage, run_stage, version_of
 
@@ -30,7 +30,7 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
             return
         with lease:
             session.progress("dispatch", 0, 1, "plan")
-            prompts = [entry for entry, _ in prompt_entries(session.prompts[0])]
+            prompts = prompt_entries(session.store, session.prompts[0])
             versions = {
                 "prompts": version_of(session, "prompts", prompts),
                 "trajectories": version_of(session, "trajectories", [rollout.manifest["tables"]["trajectories"]]),

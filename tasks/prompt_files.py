@@ -3,8 +3,8 @@
     messages | text    a list of {role, content}, or one user message; exactly one of the two
     answer domain teachers verifier context    optional; null is the same as absent, inside objects too
 
-A row is taken whole or refused with file and line; equal rows are one prompt. The source's name is a digest of the
-file's bytes and of the settings that fill in what rows leave out, so a source's rows never change.
+A row is taken whole or refused with file and line. An answer that is a number keeps its text, 42.0 or 1e22 as they
+are written, and so do the numbers of a context.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas import keys
-from schemas.config import PromptFile, nearest
+from schemas.config import FP32_LARGEST, FP32_SMALLEST, PromptFile, is_positive_fp32, nearest
 from schemas.errors import ConfigError, FormatError
 
 COLUMNS = ("messages", "text", "answer", "domain", "teachers", "verifier", "context")
@@ -31,15 +33,21 @@ _HOSTILE = re.compile("[\0\ud800-\udfff]")
 
 
 def file_source(file: PromptFile) -> str:
-    """Name of a file's rows in opd.prompts. Raises ConfigError for a file that cannot be read."""
-    return f"file:{keys.digest([keys.digest_bytes(_read(file)), file.content()])[:16]}"
+    """Name of what a file says, for a run's record: its lines, however they end, and the settings that fill in.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    data = _read(file)
+    if Path(file.path).suffix.lower() == ".jsonl":
+        data = b"\n".join(line.strip() for line in data.removeprefix(_BOM).split(b"\n") if line.strip())
+    return f"file:{keys.digest([keys.digest_bytes(data), file.content()])[:16]}"
 
 
 def file_rows(file: PromptFile, teacher_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of the prompts table, without source and prompt_id, in the file's order; equal rows are still several.
+    """Rows of the prompts table, without prompt_id, in the file's order; equal rows are still several.
 
-    Raises ConfigError (no such file, unknown or missing teacher) and FormatError (bytes or a row that are not what
-    this module's docstring says), naming file and line.
+    Each one's source is file and line. Raises ConfigError (no such file, unknown or missing teacher) and FormatError
+    (bytes or a row that are not what this module's docstring says), naming file and line.
     """
     rows = [_row(file, teacher_ids, value, where) for where, value in _values(file)]
     if not rows:
@@ -80,9 +88,48 @@ def _json_lines(path: str, data: bytes) -> Iterator[tuple[str, Any]]:
                     found=repr(line[error.start : error.start + 4]),
                 ) from error
             try:
-                yield where, json.loads(text, parse_constant=_no_constant, object_pairs_hook=_each_name_once)
+                yield where, load_json(text)
             except (ValueError, RecursionError) as error:
                 raise FormatError(where, expected="one JSON object", found=f"{error}: {text[:80]!r}") from error
+
+
+class WrittenFloat(float):
+    """A number that is printed as it was written."""
+
+    text: str
+
+    def __new__(cls, text: str) -> WrittenFloat:
+        value = super().__new__(cls, text)
+        value.text = text
+        return value
+
+    def __repr__(self) -> str:
+        return self.text
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if spec else self.text
+
+    def __reduce__(self):
+        return WrittenFloat, (self.text,)
+
+
+def load_json(text: str) -> Any:
+    """A JSON value whose numbers keep their text. Raises ValueError, for a name that stands twice in an object too."""
+    return json.loads(
+        text, parse_constant=_no_constant, object_pairs_hook=_each_name_once, parse_float=WrittenFloat,
+        parse_int=lambda digits: WrittenFloat(digits) if digits == "-0" else int(digits),
+    )  # fmt: skip
+
+
+def dump_json(value: Any) -> str:
+    """JSON with sorted names and the text of numbers as `load_json` read it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)}: {dump_json(value[name])}" for name in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(dump_json, value)) + "]"
+    return value.text if isinstance(value, WrittenFloat) else json.dumps(value)
 
 
 def _no_constant(name: str) -> Any:
@@ -99,11 +146,25 @@ def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parquet_rows(path: str, data: bytes) -> Iterator[tuple[str, Any]]:
     try:
-        rows = pq.read_table(pa.BufferReader(data)).to_pylist()
+        table = pq.read_table(pa.BufferReader(data))
+        rows = table.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise FormatError(path, expected="a Parquet file", found=str(error)[:300]) from error
+    narrow = [f.name for f in table.schema if f.type in (pa.float16(), pa.float32())]
     for number, row in enumerate(rows, 1):
-        yield f"{path}, row {number}", row
+        # As the file's type writes the number: 0.1 is not 0.10000000149011612.
+        texts = {n: WrittenFloat(str(np.float32(row[n]))) for n in narrow if row[n] is not None}
+        yield f"{path}, row {number}", _decimals_as_written(row | texts)
+
+
+def _decimals_as_written(value: Any) -> Any:
+    if isinstance(value, Decimal):
+        return WrittenFloat(f"{value:f}")
+    if isinstance(value, dict):
+        return {name: _decimals_as_written(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_decimals_as_written(inner) for inner in value]
+    return value
 
 
 def _row(file: PromptFile, teacher_ids: Sequence[str], value: Any, where: str) -> dict[str, Any]:
@@ -118,12 +179,13 @@ def _row(file: PromptFile, teacher_ids: Sequence[str], value: Any, where: str) -
     row = _without_nulls(value)
     _check_text(row, where)
     return {
+        "source": where,
         "domain": _string(row, "domain", where) or file.domain,
         "teachers": _teachers(file, teacher_ids, row, where),
         "messages": json.dumps(_messages(row, where)),
         "answer": _answer(row, where),
         "verifier": _string(row, "verifier", where) or file.verifier or None,
-        "context": json.dumps(_context(row, where), sort_keys=True),
+        "context": dump_json(_context(row, where)),
     }
 
 
@@ -185,7 +247,7 @@ def _messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
         _string(message, "content", place)
     if messages[-1]["role"] == "assistant":
         raise FormatError(f"{where}, messages", expected="a last message that the student answers", found="assistant's")
-    return messages
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _answer(row: dict[str, Any], where: str) -> str | None:
@@ -219,8 +281,9 @@ def _teachers(
         if teacher_id not in teacher_ids:
             hint = nearest(teacher_id, teacher_ids) if isinstance(teacher_id, str) else ""
             raise ConfigError(place, expected=f"one of {sorted(teacher_ids)}", found=repr(teacher_id) + hint)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-            raise FormatError(f"{place}, {teacher_id}", expected="a weight above 0", found=repr(weight)[:100])
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not is_positive_fp32(weight):
+            expected = f"a weight above 0 that fp32 holds, {FP32_SMALLEST:.3g} to {FP32_LARGEST:.3g}"
+            raise FormatError(f"{place}, {teacher_id}", expected=expected, found=repr(weight)[:100])
         if teacher_id in weights:
             raise FormatError(place, expected="each teacher once", found=f"{teacher_id!r} again")
         weights[teacher_id] = float(weight)

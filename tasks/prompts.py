@@ -1,20 +1,21 @@
 """Prompts: rows of the prompts table from a run's configuration, and which of them an iteration takes.
 
-Rows are a function of the configuration alone. Held-out prompts are the first of a seeded permutation; the rest
+Rows are a function of the configuration alone. What makes two rows one prompt is their content, never where it came
+from. Held-out prompts are the first of a seeded permutation; the rest
 are walked slice by slice, one new permutation an epoch, so every prompt is used once before any is used twice.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 from schemas import keys
-from schemas.config import GymDataset, PromptFile, RunConfig
+from schemas.config import GymDataset, RunConfig, is_positive_fp32
 from schemas.errors import ConfigError
 from tasks.gym_scores import gym
-from tasks.prompt_files import file_rows, file_source
+from tasks.prompt_files import file_rows
 from tasks.verifiers import GYM_VERIFIER
 
 
@@ -26,8 +27,9 @@ def _gym_rows(dataset: GymDataset, seed: int) -> list[dict[str, Any]]:
             f"prompts.datasets, {dataset.name}", expected="a data set of reasoning-gym and its parameters",
             found=str(error)[:300],
         ) from error  # fmt: skip
-    # A source's rows never change: whatever shapes them is in its name, so runs can share the table.
-    source = f"reasoning-gym:{dataset.name}:{keys.digest([dataset.content(), seed])[:12]}"
+    # Another version of the generator makes other prompts of the same name.
+    made = keys.digest([dataset.content(), seed])[:8]
+    source = f"reasoning-gym {metadata.version('reasoning-gym')}, {dataset.name} {made}"
     rows = []
     for entry in entries:
         row = {
@@ -39,34 +41,62 @@ def _gym_rows(dataset: GymDataset, seed: int) -> list[dict[str, Any]]:
             "verifier": GYM_VERIFIER,
             "context": json.dumps({"dataset": dataset.name, "entry": entry}, sort_keys=True, default=str),
         }
-        row["prompt_id"] = keys.prompt_id(row)
         rows.append(row)
     return rows
 
 
-def _file_rows(file: PromptFile, teacher_ids: Sequence[str]) -> list[dict[str, Any]]:
-    source = file_source(file)
-    rows = [{"source": source, **row} for row in file_rows(file, teacher_ids)]
-    return [row | {"prompt_id": keys.prompt_id(row)} for row in rows]
+def _what_it_asks(row: dict[str, Any]) -> str:
+    """Equal for rows that one run takes for one prompt: the domain, which each file has its own of, is no part."""
+    return keys.digest([row[name] for name in ("messages", "answer", "context", "teachers", "verifier")])
 
 
-def read_prompts(config: RunConfig) -> tuple[list[dict[str, Any]], int]:
-    """Rows of the prompts table, each prompt once, and how many rows of the user's files repeat another one.
+def read_prompts(config: RunConfig) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Rows of the prompts table, each prompt once, and how many rows of each of the user's files repeat an earlier one.
 
-    Raises ConfigError (fewer prompts than one iteration takes, a file or teacher that is not there) and FormatError
-    (a file's row, with its line).
+    A prompt that several sources bring has domain and source of the first, in order of the configuration. In these rows
+    a source is file and line, or generator, version and data set. Raises ConfigError (fewer prompts than one iteration
+    takes, a file or teacher that is not there) and FormatError (a file's row, with its line).
     """
-    own = [row for f in config.prompts.files for row in _file_rows(f, config.teacher_ids)]
-    rows = {row["prompt_id"]: row for row in own}
-    repeated = len(own) - len(rows)
-    # Generators repeat themselves by chance, which nobody needs to hear of.
-    rows |= {row["prompt_id"]: row for d in config.prompts.datasets for row in _gym_rows(d, config.seed)}
-    wanted = config.prompts.per_iteration + config.prompts.heldout
-    if len(rows) < wanted:
-        raise ConfigError(
-            "prompts", expected=f"at least {wanted} distinct prompts (per_iteration + heldout)", found=f"{len(rows)}"
-        )
-    return [rows[i] for i in sorted(rows)], repeated
+    rows: dict[str, dict[str, Any]] = {}
+    repeated: dict[str, int] = {}
+    for file in config.prompts.files:
+        for row in file_rows(file, config.teacher_ids):
+            first = rows.setdefault(_what_it_asks(row), row)
+            if first is not row:
+                repeated[file.path] = repeated.get(file.path, 0) + 1
+    for dataset in config.prompts.datasets:
+        for row in _gym_rows(dataset, config.seed):
+            rows.setdefault(
+                _what_it_asks(row), row
+            )  # generators repeat themselves by chance: nobody needs to hear of it
+    weights = {teacher.id: teacher.weight for teacher in config.teachers}
+    for row in rows.values():
+        row["prompt_id"] = keys.prompt_id(row)
+        for entry in row["teachers"]:
+            if not is_positive_fp32(entry["weight"] * weights[entry["teacher_id"]]):
+                raise ConfigError(
+                    f"{row['source']}, teachers, {entry['teacher_id']}",
+                    expected="a weight whose product with the teacher's own is a number of fp32",
+                    found=f"{entry['weight']!r} x {weights[entry['teacher_id']]!r}",
+                )
+    found = sorted(rows.values(), key=lambda row: row["prompt_id"])
+    _check_number(config, found)
+    return found, repeated
+
+
+def _check_number(config: RunConfig, rows: list[dict[str, Any]]) -> None:
+    per_iteration, heldout = config.prompts.per_iteration, config.prompts.heldout
+    found = f"{len(rows)}"
+    if len(rows) >= per_iteration + heldout:
+        train, _ = split_prompts(rows, config.seed, heldout)
+        if len(train) >= per_iteration:
+            return
+        found += f", {len(rows) - heldout - len(train)} of which ask what a held-out one asks"
+    raise ConfigError(
+        "prompts",
+        expected=f"at least {per_iteration + heldout} distinct prompts (per_iteration + heldout)",
+        found=found,
+    )
 
 
 def load_prompts(config: RunConfig) -> list[dict[str, Any]]:
@@ -75,7 +105,10 @@ def load_prompts(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def split_prompts(prompts: list[dict[str, Any]], seed: int, heldout: int) -> tuple[list[dict], list[dict]]:
-    """(train, heldout): held out are an equal share of each domain, taken in seeded order."""
+    """(train, heldout): held out are an equal share of each domain, taken in seeded order.
+
+    A prompt whose messages are those of a held-out one, with another answer or other teachers, is in neither.
+    """
     by_id = {p["prompt_id"]: p for p in prompts}
     order = [by_id[i] for i in keys.seeded_order(seed, "heldout", sorted(by_id))]
     domains = sorted({p["domain"] for p in prompts})
@@ -86,7 +119,8 @@ def split_prompts(prompts: list[dict[str, Any]], seed: int, heldout: int) -> tup
             if queues[domain] and len(apart) < heldout:
                 prompt = queues[domain].pop(0)
                 apart[prompt["prompt_id"]] = prompt
-    return [p for p in prompts if p["prompt_id"] not in apart], list(apart.values())
+    asked = {prompt["messages"] for prompt in apart.values()}
+    return [p for p in prompts if p["messages"] not in asked], list(apart.values())
 
 
 def prompts_of_iteration(train: list[dict[str, Any]], seed: int, per_iteration: int, iteration: int) -> list[dict]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from schemas import keys
 from schemas.config import RunConfig, compute_dtype
 from tasks.finished import StageResult
 from tasks.models import check_precisions, resolve_model, teacher_checks
+from tasks.prompt_table import commit_prompts
 from tasks.prompts import prompts_of_iteration, split_prompts
 from tasks.rewards import check_verifiers
 from tasks.room import Room
 from tasks.session import Session
-from tasks.stage import Stage, commit, run_stage, slice_matches, table_entry
+from tasks.stage import Stage, run_stage
 from tasks.students import Student
 from tasks.suspects import check_given_up
 from tasks.text import Tokenizer
@@ -69,25 +70,6 @@ def requests_of_iteration(
                 )
             groups.append(group)
     return groups
-
-
-def prompt_entries(prompts: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """(entry, rows) of each slice of opd.prompts, a source, that the run's prompts make."""
-    by_source: dict[str, list[dict[str, Any]]] = {}
-    for row in prompts:
-        by_source.setdefault(row["source"], []).append(row)
-    for source, rows in by_source.items():
-        key = f"prompts/{keys.digest(source)[:16]}.jsonl"
-        yield table_entry("prompts", {"source": source}, [key], rows), rows
-
-
-def commit_prompts(session: Session, prompts: list[dict[str, Any]]) -> None:
-    """The run's prompts into opd.prompts; nothing happens when they are there."""
-    for entry, rows in prompt_entries(prompts):
-        if not slice_matches(session, "prompts", entry):
-            (key,) = entry["row_keys"]
-            session.store.put(key, b"".join(keys.canonical_json(row) + b"\n" for row in rows))
-            commit(session, "prompts", entry)
 
 
 def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]], verifier_failures: int) -> list[dict[str, Any]]:
@@ -159,7 +141,8 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
     vocab_size = teacher_checks(configured, {t.id: resolve_model(t.path) for t in config.teachers})
     prompts, repeated = session.prompts
     if repeated:
-        session.notes["repeated prompt rows, each counted once"] = repeated
+        told = ", ".join(f"{number} of {path}" for path, number in repeated.items())
+        session.notes["prompt rows that repeat an earlier one, each prompt counted once"] = told
     tokenizer = session.tokenizer
     scoring = {name: source_digest(name) for name in sorted({p["verifier"] for p in prompts} - {None})}
     reports: list[dict[str, Any]] = []

@@ -13,6 +13,7 @@ from typing import Any
 from schemas.config import RunConfig, Teacher
 from schemas.errors import ContractError
 from tasks.models import context_tokens, resolve_model
+from tasks.prompt_files import load_json
 from tasks.templates import render_row, teacher_template
 from tasks.text import Tokenizer
 
@@ -26,7 +27,9 @@ def teacher_context(teacher: Teacher, tokenizer: Tokenizer, prompt: dict[str, An
     if not teacher.template:
         return tokenizer.render(messages, prompt=name)
     template = _compiled(teacher.template, f"teachers, {teacher.id}, template")
-    columns = prompt | {"context": json.loads(prompt["context"] or "{}")}
+    # Not where it comes from: what a teacher reads is a function of the prompt's content.
+    columns = {name: value for name, value in prompt.items() if name != "source"}
+    columns["context"] = load_json(prompt["context"] or "{}")
     extra = render_row(template, columns, f"teachers, {teacher.id}, template, {_name(prompt)}")
     return tokenizer.render(messages, system_extra=extra, prompt=name)
 
@@ -38,7 +41,7 @@ _compiled = functools.lru_cache(maxsize=256)(teacher_template)
 def _name(prompt: dict[str, Any]) -> str:
     """What an error calls a prompt: where it comes from, its identity, how its last message begins."""
     text = json.loads(prompt["messages"])[-1]["content"]
-    return f"prompt {prompt.get('prompt_id', '')} of {prompt.get('source')}, {text[:60]!r}"
+    return f"prompt {prompt.get('prompt_id', '')} ({prompt.get('source')}), {text[:60]!r}"
 
 
 class Room:

@@ -108,7 +108,7 @@ class Session:
         return [Tokenizer.load(resolve_model(self.config.teacher(i).path)) for i in range(len(self.config.teachers))]
 
     @functools.cached_property
-    def prompts(self) -> tuple[list[dict[str, Any]], int]:
+    def prompts(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """What `read_prompts` gives, read once: every iteration takes its slice of the same rows."""
         return read_prompts(self.config)
 

@@ -67,7 +67,8 @@ def cured(stopped, tmp_path_factory) -> dict[str, Path]:
         with open_session(run_config.load("run.toml", ["prompts.max_verifier_failures=2"])) as session:
             student = student_of(session, None)
             rolled = rollout.rollout(session, 0, student)
-            assert session.notes == {"repeated prompt rows, each counted once": 1}
+            told = {"prompt rows that repeat an earlier one, each prompt counted once": "1 of own.jsonl"}
+            assert session.notes == told
             keep("rolled")
             taught = teach.teach(session, 0, rolled)
             planned = plan.dispatch(session, 0, rolled, taught)

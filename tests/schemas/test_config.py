@@ -5,6 +5,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from schemas import config
@@ -52,6 +53,18 @@ def test_defaults_and_derived_values():
         ("prompts", {"datasets": [{"name": "g", "size": 1, "teachers": ["aa"]}]}, "did you mean 'a'"),
         ("prompts", {"datasets": [{"name": "g", "size": 1, "teachers": []}]}, "teachers"),
         ("train.learning_rate", float("nan"), "finite"),
+        ("rollout.temperature", 1e-39, "a temperature from 1e-30"),
+        ("rollout.temperature", 1e-31, "a temperature from 1e-30"),
+        ("train.temperature", 1e39, "a temperature from 1e-30"),
+        ("rollout.top_p", 1e-40, "fp32"),
+        ("train.learning_rate", 1e-40, "fp32"),
+        ("train.learning_rate", 1e39, "fp32"),
+        ("train.weight_decay", 1e-46, "fp32"),
+        ("train.gradient_clip", 1e-45, "fp32"),
+        ("train.beta2", 1 - 1e-9, "below 1 in fp32"),
+        ("teachers", [{"id": "a", "path": "x", "weight": 1e-39}], "weight"),
+        ("teachers", [{"id": "a", "path": "x", "weight": 1e39}], "fp32"),
+        ("seed", 1 << 63, "seed"),
         ("train.compute", "fp8", "'fp8' with student.precision = 'bf16'"),
     ],
 )
@@ -59,6 +72,15 @@ def test_bad_settings_are_named(path, value, message):
     with pytest.raises(ConfigError) as caught:
         config.parse(with_change(path, value))
     assert message in str(caught.value)
+
+
+def test_settings_at_the_edge_of_fp32_are_taken():
+    for path, value in (
+        ("rollout.temperature", 1e-30), ("train.weight_decay", 0.0), ("train.learning_rate", 2.0**-126),
+        ("train.gradient_clip", 3.4e38), ("train.beta1", 0.0), ("train.beta2", 0.9999999), ("seed", -(1 << 63)),
+    ):  # fmt: skip
+        assert np.isfinite(np.float32(value))
+        config.parse(with_change(path, value))
 
 
 def test_operational_settings_do_not_change_content():

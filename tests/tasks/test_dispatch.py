@@ -102,7 +102,7 @@ def make_tables(run_id: str, num_prompts: int, *, samples: int = 2, teachers: in
             "context": json.dumps({"n": number}),
             "teachers": [{"teacher_id": TEACHERS[i]["teacher_id"], "weight": 1.0 + number % 3} for i in taught],
         }  # fmt: skip
-        prompt = {"prompt_id": keys.prompt_id(columns), **columns}
+        prompt = {"prompt_id": keys.digest(columns)[:32], **columns}
         content["prompts"].append(prompt)
         prompt_tokens = rng.randint(1, 30)
         for sample in range(samples):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas import config, keys
-from schemas.config import PromptFile, RunConfig
+from schemas.config import PromptFile, RunConfig, Teacher
 from schemas.errors import ConfigError, FormatError
 from tasks import prompts
 from tasks.prompt_files import COLUMNS, file_rows, file_source
@@ -62,7 +63,7 @@ def expected(file: PromptFile) -> list[dict]:
 
 
 def parsed(file: PromptFile) -> list[dict]:
-    rows = file_rows(file, ("a", "alpha"))
+    rows = [{n: v for n, v in row.items() if n != "source"} for row in file_rows(file, ("a", "alpha"))]
     return [r | {"messages": json.loads(r["messages"]), "context": json.loads(r["context"])} for r in rows]
 
 
@@ -97,22 +98,101 @@ def test_parquet_gives_the_same_rows_as_jsonl(tmp_path):
     assert parsed(file) == expected(file)
 
 
-def test_the_source_is_of_bytes_and_settings_not_of_names(tmp_path):
+def test_the_name_in_the_record_is_of_lines_and_settings_not_of_names(tmp_path):
     first = jsonl(tmp_path, *ROWS)
     again = prompt_file(path=jsonl(tmp_path, *ROWS, name="copy.jsonl").path, domain="own", teachers=("a",))
     assert file_source(first) == file_source(again)
     assert file_source(first) != file_source(prompt_file(path=first.path, teachers=("alpha",)))
+    windows = b"\xef\xbb\xbf" + b"\r\n".join(raw(json.loads(json.dumps(row))) for row in ROWS) + b"\r\n\r\n"
+    Path(again.path).write_bytes(b"\n".join(map(raw, ROWS)))
+    plain = file_source(again)
+    Path(again.path).write_bytes(windows)
+    assert file_source(again) == plain
     assert file_source(first) != file_source(jsonl(tmp_path, *ROWS[:2], name="own.jsonl"))
 
 
 def test_rows_of_the_table_and_repeated_ones(tmp_path):
     file = jsonl(tmp_path, *ROWS, ROWS[0], {"answer": "4", "text": "2+2?"}, ROWS[0] | {"answer": "5"})
-    rows, repeated = prompts.read_prompts(run_config(file))
-    assert (len(rows), repeated) == (4, 2)
+    rows, repeated = prompts.read_prompts(run_config(file, heldout=0))
+    assert (len(rows), repeated) == (4, {file.path: 2})
+    sources = [f"{file.path}, line {number}" for number in (1, 2, 3, 6)]
+    assert sorted(row["source"] for row in rows) == sources
     for row in rows:
-        assert row["source"] == file_source(file)
-        assert row["prompt_id"] == keys.prompt_id(row)
-    assert rows == prompts.load_prompts(run_config(file))
+        assert row["prompt_id"] == keys.prompt_id(row) == keys.prompt_id(row | {"source": "elsewhere"})
+    assert rows == prompts.load_prompts(run_config(file, heldout=0))
+
+
+def test_equal_rows_of_two_files_are_one_prompt(tmp_path):
+    """Of whatever name, line ends, order of names in an object, and format."""
+    turned = [{name: row[name] for name in reversed(row)} for row in ROWS]
+    turned[1] = turned[1] | {"messages": [{"content": m["content"], "role": m["role"]} for m in ROWS[1]["messages"]]}
+    windows = [b"\xef\xbb\xbf" + b"".join(raw(row) + b"\r\n" for row in turned)]
+    own, other = jsonl(tmp_path, *ROWS), jsonl(tmp_path, *windows, name="other.jsonl")
+    table = [{"text": ROWS[0]["text"], "answer": "4"}, {"text": ROWS[2]["text"], "answer": None}]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "third.parquet")
+    third = prompt_file(path=tmp_path / "third.parquet", teachers=("a",))
+    alone = prompts.load_prompts(run_config(own))
+    rows, repeated = prompts.read_prompts(run_config(own, other, third))
+    assert rows == alone, "domain and source of the first"
+    assert repeated == {other.path: 3, third.path: 2}
+    assert {
+        r["prompt_id"] for r in prompts.load_prompts(run_config(prompt_file(**other.model_dump() | {"domain": "own"})))
+    } == {r["prompt_id"] for r in alone}
+
+
+def test_held_out_and_training_prompts_never_ask_the_same(tmp_path):
+    same = [{"text": f"question {n % 6}", "answer": str(n)} for n in range(24)]
+    same += [{"text": f"question {n}", "teachers": ["alpha"]} for n in range(6)]
+    run = run_config(jsonl(tmp_path, *same), heldout=2, per_iteration=8)
+    train, heldout = prompts.split_prompts(prompts.load_prompts(run), 3, 2)
+    assert len(heldout) == 2
+    assert not {r["messages"] for r in train} & {r["messages"] for r in heldout}
+    assert len(train) >= 20
+    with pytest.raises(ConfigError, match="ask what a held-out one asks"):
+        prompts.load_prompts(run_config(jsonl(tmp_path, *same), heldout=2, per_iteration=28))
+
+
+def answers(tmp_path: Path, texts: list[str]) -> list[str | None]:
+    lines = [f'{{"text": "q{n}", "answer": {text}}}\n'.encode() for n, text in enumerate(texts)]
+    return [row["answer"] for row in file_rows(jsonl(tmp_path, *lines), ("a",))]
+
+
+def test_numbers_keep_their_text(tmp_path):
+    texts = ["42.0", "1e22", "1E+5", "9007199254740993.0", "-0", "0.10", "12345678901234567890123", "1e-400"]
+    assert answers(tmp_path, texts) == texts
+    row = b'{"text": "q", "context": {"b": [1.50, 1e5], "a": 9007199254740993.0, "c": 9007199254740993}}\n'
+    (read,) = file_rows(jsonl(tmp_path, row), ("a",))
+    assert read["context"] == '{"a": 9007199254740993.0, "b": [1.50, 1e5], "c": 9007199254740993}'
+    for text in ("1e999999999", "-1e400"):
+        with pytest.raises(FormatError, match=f"a finite number\nfound: {text}"):
+            answers(tmp_path, [text])
+
+
+def test_numbers_of_parquet_keep_their_text(tmp_path):
+    columns = {
+        pa.int64(): ([9007199254740993], ["9007199254740993"]), pa.uint64(): ([2**64 - 1], [str(2**64 - 1)]),
+        pa.float64(): ([42.0], ["42.0"]), pa.float32(): ([0.1], ["0.1"]),
+        pa.decimal128(38, 2): ([Decimal("90071992547409930.10")], ["90071992547409930.10"]),
+    }  # fmt: skip
+    for number, (kind, (values, texts)) in enumerate(columns.items()):
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table({"text": ["q"], "answer": pa.array(values, kind)}), path)
+        assert [r["answer"] for r in file_rows(prompt_file(path=path, teachers=("a",)), ("a",))] == texts
+
+
+@pytest.mark.parametrize("weight", [b"1e-38", b"1e-46", b"0", b"-1", b"3.5e38", b"1e400", b"9" * 60])
+def test_weights_are_numbers_of_fp32(tmp_path, weight):
+    row = b'{"text": "q", "teachers": [{"teacher_id": "a", "weight": %s}]}\n' % weight
+    with pytest.raises(FormatError, match="line 2, teachers"):
+        file_rows(jsonl(tmp_path, TEXT, row), ("a",))
+
+
+def test_weights_multiply_within_fp32(tmp_path):
+    file = jsonl(tmp_path, *({"text": f"q{n}", "teachers": [{"teacher_id": "a", "weight": 1e-30}]} for n in range(4)))
+    run = run_config(file)
+    light = Teacher.model_validate({"id": "a", "path": "x", "weight": 1e-20})
+    with pytest.raises(ConfigError, match=r"line 1, teachers, a(.|\n)*1e-30 x 1e-20"):
+        prompts.load_prompts(run.model_copy(update={"teachers": (light,)}))
 
 
 def test_files_and_generated_prompts_mix(tmp_path):

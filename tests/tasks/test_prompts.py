@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 
 import pytest
 
@@ -35,6 +36,15 @@ def test_rows_are_a_function_of_the_configuration():
         assert row["prompt_id"] == keys.prompt_id(row)
         assert json.loads(row["messages"])[0]["role"] == "user"
     assert [t["teacher_id"] for t in next(r for r in first if r["domain"] == "spelling")["teachers"]] == ["a", "b"]
+
+
+def test_a_generated_source_names_the_version_of_its_generator(monkeypatch):
+    before = prompts.load_prompts(run_config())
+    assert {r["source"].split(", ")[0] for r in before} == {f"reasoning-gym {metadata.version('reasoning-gym')}"}
+    monkeypatch.setattr(prompts.metadata, "version", lambda name: "9.9")
+    after = prompts.load_prompts(run_config())
+    assert {r["source"].split(", ")[0] for r in after} == {"reasoning-gym 9.9"}
+    assert [r["prompt_id"] for r in after] == [r["prompt_id"] for r in before], "equal prompts of another version"
 
 
 def test_too_few_prompts_is_an_error_that_counts():
