@@ -21,6 +21,7 @@ examples:
   opd show demo                                      stages, figures and sampled texts of a run
   opd sql "SELECT domain, avg(reward) FROM opd.trajectories GROUP BY domain"
   opd verify demo                                    recompute every checksum and invariant
+  opd repair demo --dry-run                          what of a run's tables and objects is lost, and what would be done
   opd doctor --data s3://bucket/prefix               does the store keep what runs rely on?
 
 exit status: 0 done, 1 a check failed, 2 configuration, 3 format, 4 store, 5 contract, 6 stage,
@@ -113,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", "recompute every checksum and invariant of a run", "Exit status 1 on a breach.")
     verify.add_argument("run_id", metavar="RUN")
     rooted(verify)
+    repair = command(
+        "repair", "make whole again what a run's finished stages have made",
+        "Tables that cannot be read are set aside, never deleted, and filled from the objects that manifests name, for "
+        "every run of the root; no model and no prompt file is needed. Exit status 1 when something stays broken.",
+    )  # fmt: skip
+    repair.add_argument("run_id", metavar="RUN")
+    repair.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
+    rooted(repair)
     doctor = command(
         "doctor", "try what runs rely on: Java, room, the store's promises, Spark on it",
         "Exit status of the first broken promise: 2 configuration, 4 store, 5 contract.",
@@ -271,6 +280,27 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if breaches else 0
 
 
+def _repair(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from flows import summary
+    from flows.progress import Bars
+    from infra.spark import SparkChild
+    from schemas.config import Spark
+    from tasks.repair import repair
+
+    log = Path("scratch").absolute() / "repair.log"
+    with Bars() as bars, SparkChild(arguments.data, Spark().model_dump(), log) as spark:
+        found = repair(arguments.data, arguments.run_id, spark, dry_run=arguments.dry_run, progress=bars)
+    if found:
+        rows = [[f.what, f.found, f"BROKEN, {f.done}" if f.broken else f.done] for f in found]
+        summary.print_rows(["what", "found", "done"], rows, as_json=False)
+    broken = sum(f.broken for f in found)
+    verb = "would be repaired" if arguments.dry_run else "repaired"
+    print(f"{arguments.run_id}: {len(found) - broken} {verb}, {broken} broken")
+    return 1 if broken else 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
@@ -382,7 +412,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 _COMMANDS = {
     "run": _run, "rollout": _single, "teach": _single, "dispatch": _single, "train": _single, "show": _show,
     "sql": _sql, "verify": _verify, "doctor": _doctor, "models": _models, "bench": _bench, "teachers": _teachers,
-    "wal": _wal, "upkeep": _upkeep, "watch": _watch,
+    "wal": _wal, "upkeep": _upkeep, "repair": _repair, "watch": _watch,
 }  # fmt: skip
 
 

@@ -56,11 +56,9 @@ def check_log(store: ObjectStore, table: str, version: int, num_files: int) -> N
         )  # fmt: skip
 
 
-def find_damage(store: ObjectStore, table: str, told: str) -> FormatError | None:
-    """What is wrong with a table that a reader refuses with the words `told`; None when nothing is seen here.
-
-    Looks at the log, and at the Parquet files that `told` names.
-    """
+def find_damage(store: ObjectStore, table: str, told: str) -> FormatError:
+    """What is wrong with a table that a reader refuses with the words `told`, which are the answer when nothing is
+    seen in the log, and in the Parquet files that they name. Raises StoreError when the store does not answer."""
     try:
         _check_entries(store, table)
     except FormatError as error:
@@ -70,9 +68,7 @@ def find_damage(store: ObjectStore, table: str, told: str) -> FormatError | None
     for key in [*checkpoints, *dict.fromkeys(named)]:
         if found := _parquet_damage(store, key):
             return damaged(table, key, found)
-    if "_last_checkpoint" in told:
-        return damaged(table, f"{_log(table)}_last_checkpoint", told)
-    return None
+    return damaged(table, f"tables/{table}", told)
 
 
 def _parquet_damage(store: ObjectStore, key: str) -> str:
@@ -142,6 +138,14 @@ def sync(folder: Path, lock: Path) -> None:
     for path in [*sorted(files), *sorted(folders, reverse=True), folder.parent.parent]:
         _fsync(path)
     lock.write_text(f"{newest}\n")
+
+
+def move(folder: Path, to: Path) -> None:
+    """Rename a folder, durably."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(folder, to)
+    for parent in (to.parent, folder.parent):
+        _fsync(parent)
 
 
 def _fsync(path: Path) -> None:

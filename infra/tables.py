@@ -19,6 +19,7 @@ import fcntl
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,12 +132,12 @@ def _readable(root: str, table: str) -> Iterator[None]:
         told = " ".join(re.sub(r"\x1b\[[0-9;]*m|↳", "", str(error)).split())[:500]
         try:
             damage = table_files.find_damage(open_store(root), table, told)
-        except StoreError:
-            damage = None  # the store itself does not answer: what delta-rs said of it is the news
-        raise damage or StoreError(
-            f"table {table_uri(root, table)}", expected="a readable Delta table", found=told,
-            next_command="opd doctor; if the store is well, opd repair RUN",
-        ) from error  # fmt: skip
+        except StoreError:  # the store itself does not answer: what delta-rs said of it is the news
+            raise StoreError(
+                f"table {table_uri(root, table)}", expected="a readable Delta table", found=told,
+                next_command="opd doctor; if the store is well, opd repair RUN",
+            ) from error  # fmt: skip
+        raise damage from error
 
 
 def create_tables(spark: SparkSession, root: str) -> None:
@@ -255,6 +256,60 @@ def _has_slice_from(root: str, table: str, run_id: str, iteration: int) -> bool:
     return any(part["run_id"] == run_id and int(part["iteration"]) >= iteration for part in parts)
 
 
+def read_whole(root: str, table: str) -> None:
+    """Read every row of a table and drop it; raises like `read_rows`."""
+    source = _delta_table(root, table)
+    with _readable(root, table):
+        for _ in deltalake.QueryBuilder().register("rows", source).execute("SELECT * FROM rows"):
+            pass
+
+
+def probe(spark: SparkSession, root: str, tables: list[str]) -> dict[str, str]:
+    """What Spark says of each table that it cannot read whole: it also reads the checksums that Hadoop keeps."""
+    refused = {}
+    for table in tables:
+        frame = spark.read.format("delta").load(table_uri(root, table, for_spark=True))
+        try:
+            frame.write.format("noop").mode("overwrite").save()
+        except Exception as error:
+            refused[table] = " ".join(str(error).split())[:500]
+    return refused
+
+
+def is_ahead_of_its_lease(root: str, table: str) -> bool:
+    """Has the table's last commit an epoch that the objects of its lease do not have? Then nobody can commit to it."""
+    owned = keys.table_lease(table)
+    last = _delta_table(root, table).transaction_version(owned)
+    return last is not None and last > _newest_epoch(open_store(root), owned)
+
+
+def _newest_epoch(store: ObjectStore, owned: str) -> int:
+    """Number of the newest epoch object; 0 where there is none."""
+    return max((int(key.rpartition("/")[2].removesuffix(".json")) for key in store.list(keys.epochs(owned))), default=0)
+
+
+def set_aside(root: str, table: str) -> str:
+    """Move what stands in a table's place to tables/.broken/NAME-TIME, and say where that is; nothing is lost.
+
+    For a table that cannot be read, and only while nobody commits to any table of the root: a Spark session that has
+    read the table goes on counting its versions. On S3 each object is copied before any is deleted.
+    """
+    store = open_store(root)
+    kept = f"tables/.broken/{table}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:4]}"
+    with _commit_lock(store, root, table):
+        if "://" not in root:
+            _forget_durable(root, table)
+            table_files.move(Path(table_uri(root, table)), Path(root).resolve() / kept)
+        else:
+            names = store.list(f"tables/{table}/")
+            for key in names:
+                store.put(kept + key.removeprefix(f"tables/{table}"), store.get(key))
+            # The log first and its oldest entry before the others: what a crash leaves is no older table.
+            for key in sorted(names, key=lambda key: ("/_delta_log/" not in key, key)):
+                store.delete(key)
+    return kept
+
+
 def read_rows(
     root: str, table: str, where: Mapping[str, Any], columns: Sequence[str] | None = None, *,
     version: int | None = None,
@@ -353,10 +408,10 @@ def _fenced(spark: SparkSession, root: str, table: str, lease: leases.Lease) -> 
 def _overtaken(store: ObjectStore, root: str, table: str, lease: leases.Lease, last: int) -> ContractError:
     newest = epochs.newest(store, lease.owned)
     where, expected = f"table {table_uri(root, table)}", f"a last commit of an epoch before {lease.epoch}"
-    if newest is not None and newest["epoch"] > lease.epoch:
+    if newest > lease.epoch:
         # It slept through so many commits that the epochs after its own are deleted: `check` saw no heir.
-        return leases.Superseded(
-            where, expected=expected, found=f"epoch {last}; the lease has come to {newest['epoch']}",
+        return ContractError(
+            where, expected=expected, found=f"epoch {last}; the lease has come to {newest}",
             safe="the table as it was", next_command="the same command again",
         )  # fmt: skip
     return ContractError(

@@ -15,7 +15,7 @@ import pytest
 from infra import epochs, leases, table_files, tables
 from infra.store import open_store
 from schemas import keys, rows
-from schemas.errors import ContractError, FormatError, StoreError
+from schemas.errors import ContractError, FormatError
 from schemas.rows import METRICS, TABLES, Column
 from tests.infra.test_tables import commit, metric, metrics_slice
 
@@ -92,13 +92,12 @@ def test_a_damaged_file_is_named_with_its_cure(copied: Path, damage: str) -> Non
         path.unlink()
     else:
         path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises((FormatError, StoreError)) as caught:
+    with pytest.raises(FormatError) as caught:
         tables.read_rows(str(copied), "metrics", {"run_id": "m4"})
     error = caught.value
     assert "metrics" in error.where
     assert "opd repair RUN" in error.next_command
     if damage not in ("missing newest entry", "missing checkpoint"):  # what is not listed has no name
-        assert isinstance(error, FormatError)
         assert path.name[:20] in error.where or damage == "without_last_line entry before"
 
 
@@ -122,10 +121,10 @@ def test_whatever_the_reader_raises_is_of_the_family(
         raise raised
 
     monkeypatch.setattr(tables.deltalake.QueryBuilder, "execute", fail)
-    with pytest.raises(StoreError, match=r"tables/metrics(.|\n)*opd repair RUN"):
+    with pytest.raises(FormatError, match=r"tables/metrics(.|\n)*opd repair RUN"):
         tables.read_rows(str(copied), "metrics", {})
     monkeypatch.setattr(tables.deltalake, "DeltaTable", fail)
-    with pytest.raises(StoreError, match=r"tables/metrics"):
+    with pytest.raises(FormatError, match=r"tables/metrics"):
         tables.read_rows(str(copied), "metrics", {"run_id": "m1"})
 
 
