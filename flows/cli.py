@@ -266,17 +266,24 @@ def _sql(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from flows.progress import Bars
     from tasks.verify import verify
 
-    checks = verify(arguments.data, arguments.run_id)
+    with Bars() as bars:
+        checks = verify(arguments.data, arguments.run_id, progress=bars)
     for check in checks:
-        print(f"{'ok    ' if not check.breaches else 'BREACH'}  {check.name} ({check.count})")
+        word = "BREACH" if check.breaches else "-" if check.skipped else "ok"
+        print(f"{word:<6}  {check.name} ({check.skipped or check.count})")
+        for note in check.notes:
+            print(f"          {note}")
         for breach in check.breaches[:10]:
             print(f"          {breach}")
         if len(check.breaches) > 10:
             print(f"          and {len(check.breaches) - 10} more")
     breaches = sum(len(check.breaches) for check in checks)
     print(f"{arguments.run_id}: {len(checks)} checks, {breaches} breaches")
+    if breaches:
+        print(f"next: opd repair {arguments.run_id} --data {arguments.data}")
     return 1 if breaches else 0
 
 

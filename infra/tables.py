@@ -250,10 +250,13 @@ def delete_slices_from(spark: SparkSession, root: str, run_id: str, iteration: i
 
 
 def _has_slice_from(root: str, table: str, run_id: str, iteration: int) -> bool:
-    if not table_exists(root, table):
-        return False
+    return table_exists(root, table) and max(iterations(root, table, run_id), default=-1) >= iteration
+
+
+def iterations(root: str, table: str, run_id: str) -> set[int]:
+    """Iterations of which an existing table has rows of the run, by its log alone."""
     parts = _delta_table(root, table).partitions()
-    return any(part["run_id"] == run_id and int(part["iteration"]) >= iteration for part in parts)
+    return {int(part["iteration"]) for part in parts if part["run_id"] == run_id}
 
 
 def read_whole(root: str, table: str) -> None:
@@ -406,11 +409,11 @@ def _fenced(spark: SparkSession, root: str, table: str, lease: leases.Lease) -> 
 
 
 def _overtaken(store: ObjectStore, root: str, table: str, lease: leases.Lease, last: int) -> ContractError:
-    newest = epochs.newest(store, lease.owned)
+    newest = _newest_epoch(store, lease.owned)
     where, expected = f"table {table_uri(root, table)}", f"a last commit of an epoch before {lease.epoch}"
     if newest > lease.epoch:
         # It slept through so many commits that the epochs after its own are deleted: `check` saw no heir.
-        return ContractError(
+        return leases.Superseded(
             where, expected=expected, found=f"epoch {last}; the lease has come to {newest}",
             safe="the table as it was", next_command="the same command again",
         )  # fmt: skip

@@ -1,45 +1,77 @@
 """`opd verify RUN`: recompute every checksum and invariant of a run from the store and the tables, without a JVM.
 
 It trusts nothing that a stage remembered: objects are hashed again, rows are read from the tables, and the
-invariants are counted from the rows themselves.
+invariants are counted from the rows themselves (tasks.invariants). What an unfinished iteration lacks is no breach:
+the report says how far the run is. It holds the rows of one iteration and a part of one object at a time.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from infra import tables
-from infra.store import ObjectStore, open_store
-from schemas import keys, shards
+from infra.store import PART_BYTES, ObjectStore, open_store
+from schemas import keys
 from schemas.errors import ContractError, OpdError
 from schemas.rows import TABLES, content_digest
+from tasks.invariants import Check, check_hidden, check_plan, check_steps, check_taught, check_trajectories, in_a_line
 from tasks.manifests import read_partition, read_stage
+from tasks.session import Progress, silent
 
-_MAX_HEADER_BYTES = 1 << 20
 STAGES = ("rollout", "teach", "dispatch", "train")
 
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report: what was checked, how many times, and the breaches found."""
-
-    name: str
-    count: int
-    breaches: tuple[str, ...]
-
+_STAGE_KEY = re.compile(r"(?P<prefix>runs/[^/]+/(?P<iteration>\d{5})/(?P<stage>[^/]+)/[^/]+)/(?P<rest>.+)")
+_OWNED = re.compile(r"p(?P<partition>\d{5})/e(?P<epoch>\d{6})/(?P<name>.+)")
+_BOOKKEEPING = re.compile(
+    r"runs/[^/]+/(record/\d+\.json|lease/(epochs|heartbeats)/\d+\.json|\d{5}/[^/]+/records/\d+\.json|"
+    r"\d{5}/[^/]+/[^/]+/(manifest\.json|revoked\.json|p\d{5}/(epochs|heartbeats)/\d+\.json))"
+)
 
 Manifests = dict[tuple[int, str], list[dict[str, Any]]]
 
 
-def _manifests(store: ObjectStore, run_id: str) -> tuple[Manifests, Check]:
+def verify(root: str, run_id: str, progress: Progress = silent) -> list[Check]:
+    """All checks of a run. Raises ContractError for a run that does not exist; breaches are returned."""
+    store = open_store(root)
+    listed = store.list(keys.run_prefix(run_id) + "/")
+    if not listed:
+        runs = sorted({k.split("/")[1] for k in store.list("runs/")}) or "no run"
+        raise ContractError(
+            f"run {run_id} in {root}", expected="a run", found=f"{runs}", next_command="opd run CONFIG"
+        )  # fmt: skip
+    manifests, whole = _manifests(store, listed)
+    readable, tables_there = _readable_tables(root, manifests)
+    current, mismatched = [], []
+    for (iteration, stage), found in sorted(manifests.items()):
+        matching = [m for m in found if _matches(root, m, readable)]
+        if matching:
+            current += matching[:1]
+        elif found:
+            mismatched.append(f"{stage} of iteration {iteration}: {_mismatch(root, found, readable)}")
+            current.append(found[-1])
+    partitions, objects = _check_partitions(store, current)
+    return [
+        _how_far(listed, manifests),
+        whole,
+        tables_there,
+        Check("tables equal their stage manifests", len(manifests), tuple(mismatched)),
+        partitions,
+        _check_objects(store, objects, progress),
+        *_check_iterations(store, root, run_id, manifests, readable, progress),
+        _check_orphans(root, run_id, readable, {int(k.split("/")[2]) for k in listed if _STAGE_KEY.fullmatch(k)}),
+        *_unreferenced(listed, manifests, store),
+    ]
+
+
+def _manifests(store: ObjectStore, listed: list[str]) -> tuple[Manifests, Check]:
     """Whole stage manifests by iteration and stage, and which ones are not whole."""
     found: Manifests = defaultdict(list)
     breaches, count = [], 0
-    for key in store.list(keys.run_prefix(run_id) + "/"):
+    for key in listed:
         parts = key.split("/")
         if len(parts) == 6 and parts[5] == "manifest.json" and parts[3] in STAGES:
             count += 1
@@ -48,28 +80,71 @@ def _manifests(store: ObjectStore, run_id: str) -> tuple[Manifests, Check]:
                 manifest = read_stage(store, key)
             except OpdError as error:
                 found.setdefault(place, [])
-                breaches.append(_in_a_line(error))
+                breaches.append(in_a_line(error))
                 continue
             found[place].append(manifest | {"prefix": key.removesuffix("/manifest.json")})
     return found, Check("stage manifests are whole", count, tuple(breaches))
 
 
-def _in_a_line(error: Exception, key: str = "") -> str:
-    """key: the object that was read, for errors that do not know it: a tensor is missing, or bytes are."""
-    if isinstance(error, OpdError):
-        return f"{error.where}: expected {error.expected}, found {error.found}"
-    return f"{key}: {error!r}"
+def _how_far(listed: list[str], manifests: Manifests) -> Check:
+    begun = {int(key["iteration"]) for k in listed if (key := _STAGE_KEY.fullmatch(k))}
+    notes = []
+    for iteration in sorted(begun):
+        finished = [stage for stage in STAGES if (iteration, stage) in manifests]
+        if len(finished) < len(STAGES):
+            to_come = ", ".join(stage for stage in STAGES if stage not in finished)
+            notes.append(f"iteration {iteration}: finished {', '.join(finished) or 'nothing'}; to come: {to_come}")
+    if not begun:
+        notes.append("no stage has begun")
+    return Check("stages finished", len(manifests), notes=tuple(notes))
 
 
-def _matches(root: str, manifest: dict[str, Any]) -> bool:
-    for table, entry in manifest["tables"].items():
+def _readable_tables(root: str, manifests: Manifests) -> tuple[set[str], Check]:
+    """Names of the tables whose rows can be read, and of those that a manifest names the ones that are not there."""
+    named = {table for found in manifests.values() for manifest in found for table in manifest["tables"]}
+    if any(stage == "rollout" for _, stage in manifests):
+        named.add("prompts")
+    readable, breaches = set(), []
+    for table in TABLES:
         try:
-            rows = tables.read_rows(root, table, entry["slice"])
-        except OpdError:  # said once, by the check of tables
-            return False
-        if len(rows) != entry["num_rows"] or content_digest(TABLES[table], rows) != entry["digest"]:
-            return False
-    return True
+            if tables.table_exists(root, table):
+                tables.table_version(root, table)
+                readable.add(table)
+            elif table in named:
+                breaches.append(f"opd.{table}: no such table, and checks of its rows are left out")
+        except OpdError as error:
+            breaches.append(in_a_line(error))
+    return readable, Check("tables can be read", len(named), tuple(breaches))
+
+
+def _rows(root: str, table: str, where: dict[str, Any], columns: list[str] | None = None) -> list[dict[str, Any]] | str:
+    """Rows, or why there are none."""
+    try:
+        return tables.read_rows(root, table, where, columns=columns)
+    except OpdError as error:
+        return in_a_line(error)
+
+
+def _matches(root: str, manifest: dict[str, Any], readable: set[str]) -> bool:
+    return not any(_difference(root, table, entry) for table, entry in manifest["tables"].items() if table in readable)
+
+
+def _mismatch(root: str, found: list[dict[str, Any]], readable: set[str]) -> str:
+    """Which slices differ from the newest manifest, and how."""
+    differences = {
+        table: _difference(root, table, entry) for table, entry in found[-1]["tables"].items() if table in readable
+    }
+    return "; ".join(f"opd.{table} has {text}" for table, text in differences.items() if text)
+
+
+def _difference(root: str, table: str, entry: dict[str, Any]) -> str:
+    rows = _rows(root, table, entry["slice"])
+    if isinstance(rows, str):
+        return f"a slice that cannot be read: {rows}"
+    if len(rows) != entry["num_rows"]:
+        return f"{len(rows)} rows where its manifest has {entry['num_rows']}"
+    same = content_digest(TABLES[table], rows, observed=True) == entry["whole_digest"]
+    return "" if same else "other values than its manifest"
 
 
 def _check_partitions(
@@ -83,198 +158,153 @@ def _check_partitions(
             try:
                 found = read_partition(store, manifest["prefix"], int(partition))
             except OpdError as error:
-                breaches.append(_in_a_line(error))
+                breaches.append(in_a_line(error))
                 continue
             if found is None:
-                breaches.append(f"{keys.partition_prefix(manifest['prefix'], int(partition))}: not finished")
+                breaches.append(
+                    f"{keys.partition_prefix(manifest['prefix'], int(partition))}: not finished, or revoked"
+                )
                 continue
             objects += [(entry["key"], entry["digest"]) for entry in found.manifest["objects"]]
             objects.append((found.manifest["rows_key"], found.manifest["rows_digest"]))
     return Check("partition manifests are whole", count, tuple(breaches)), objects
 
 
-def _check_objects(store: ObjectStore, objects: list[tuple[str, str]]) -> Check:
+def digest_of(store: ObjectStore, key: str) -> str:
+    """SHA-256 of an object, read part by part. StoreError for a missing one."""
+    info, whole = store.head(key), hashlib.sha256()
+    if info is None:
+        return "no object"
+    for start in range(0, info.size_bytes, PART_BYTES):
+        whole.update(store.get_range(key, start, min(PART_BYTES, info.size_bytes - start)))
+    return whole.hexdigest()
+
+
+def _check_objects(store: ObjectStore, objects: list[tuple[str, str]], progress: Progress) -> Check:
     breaches = []
-    for key, digest in objects:
+    for index, (key, digest) in enumerate(objects):
+        progress("objects", index, len(objects), "objects")
         try:
-            found = keys.digest_bytes(store.get(key))
+            found = digest_of(store, key)
         except OpdError as error:
             found = f"{error.kind}: {error.found or error.where}"
         if found != digest:
             breaches.append(f"{key}: expected SHA-256 {digest}, found {found}")
+    progress("objects", len(objects), len(objects), "objects")
     return Check("objects hash to their manifest's digest", len(objects), tuple(breaches))
 
 
-def _check_trajectories(store: ObjectStore, rows: list[dict[str, Any]], known_prompts: set[str]) -> list[Check]:
-    samples: dict[tuple[int, str, str], list[int]] = defaultdict(list)
-    for row in rows:
-        samples[row["iteration"], row["split"], row["prompt_id"]].append(row["sample_index"])
-    once = [
-        f"iteration {i}, {split} prompt {p}: sample indices {sorted(found)}"
-        for (i, split, p), found in samples.items()
-        if sorted(found) != list(range(len(found)))
-    ]
-    shares = Counter((i, split, len(found)) for (i, split, _), found in samples.items())
-    uneven = {k[:2] for k in shares if sum(s[:2] == k[:2] for s in shares) > 1}
-    once += [f"iteration {i}, {split}: prompts differ in their number of samples" for i, split in sorted(uneven)]
-    unknown = [f"{r['trajectory_id']}: prompt {r['prompt_id']}" for r in rows if r["prompt_id"] not in known_prompts]
-    tokens: list[str] = []
-    masks: dict[str, np.ndarray] = {}
-    for row in rows:
-        key = row["shard_key"]
-        if key not in masks:
-            try:
-                masks[key] = shards.decode(store.get(key), key)["sampled_mask"]
-            except (OpdError, KeyError) as error:
-                tokens.append(_in_a_line(error, key))
-                masks[key] = np.zeros(0, np.uint8)
-        mask = masks[key][row["first_row"] : row["first_row"] + row["response_tokens"]]
-        if len(mask) != row["response_tokens"] or int(np.sum(mask)) != row["sampled_tokens"]:
-            tokens.append(f"{row['trajectory_id']}: {row['sampled_tokens']} sampled, mask has {int(np.sum(mask))}")
-    return [
-        Check("every prompt exactly once a sample index", len(samples), tuple(once)),
-        Check("every trajectory's prompt is in opd.prompts", len(rows), tuple(unknown)),
-        Check("token shards hold each trajectory's tokens", len(rows), tuple(tokens)),
-    ]
+def _check_iterations(
+    store: ObjectStore, root: str, run_id: str, manifests: Manifests, readable: set[str], progress: Progress
+) -> Iterable[Check]:
+    """Invariants of rows, iteration by iteration; what the stage that makes them has not finished is not asked for."""
+    prompts = _rows(root, "prompts", {}, ["prompt_id", "teachers"]) if "prompts" in readable else []
+    teachers_of = {p["prompt_id"]: {t["teacher_id"] for t in p["teachers"]} for p in prompts if isinstance(p, dict)}
+    checks: dict[str, Check] = {}
+    iterations = sorted({iteration for iteration, _ in manifests}) or [0]
+    for index, iteration in enumerate(iterations):
+        progress("iterations", index, len(iterations), "iterations")
+        lacking = sorted({"prompts", "trajectories", "hidden_shards", "plan", "checkpoints"} - readable)
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for table in ("trajectories", "hidden_shards", "plan", "checkpoints"):
+            made = (iteration, _MADE_BY[table]) in manifests
+            found = _rows(root, table, {"run_id": run_id, "iteration": iteration}) if table in readable else []
+            if isinstance(found, str):
+                lacking.append(table)
+            rows[table] = found if made and not isinstance(found, str) else []
+        for needed, check in _of_iteration(store, iteration, rows, teachers_of, manifests):
+            gone = [f"opd.{table}" for table in needed.split() if table in lacking]
+            if gone and any((iteration, _MADE_BY[table]) in manifests for table in needed.split()):
+                check = Check(check.name, 0, skipped=f"not checked without {', '.join(gone)}")
+            checks[check.name] = checks[check.name].and_also(check) if check.name in checks else check
+    progress("iterations", len(iterations), len(iterations), "iterations")
+    return checks.values()
 
 
-def _check_hidden(store: ObjectStore, rows: list[dict[str, Any]], tokens_of: dict[str, int]) -> list[Check]:
-    orphans = [r["trajectory_id"] for r in rows if r["trajectory_id"] not in tokens_of]
-    covered: Counter[tuple[str, int]] = Counter()
-    damaged = []
-    headers: dict[str, shards.TensorSpec] = {}
-    for row in rows:
-        covered[row["trajectory_id"], row["teacher_index"]] += row["rows"]
-        key = row["object_key"]
-        try:
-            if key not in headers:
-                (length,) = np.frombuffer(store.get_range(key, 0, 8), "<u8")
-                head = store.get_range(key, 0, 8 + min(int(length), _MAX_HEADER_BYTES))
-                headers[key] = shards.decode_header(head, key)["hidden"]
-            spec = headers[key]
-            data = store.get_range(key, spec.start + row["first_object_row"] * spec.row_bytes,
-                                   row["rows"] * spec.row_bytes)  # fmt: skip
-            block = np.frombuffer(data, np.uint8).reshape(row["rows"], spec.row_bytes)
-            shards.check_block_crcs(block, row["block_crcs"], f"{key}, {row['trajectory_id']}")
-        except (OpdError, KeyError, ValueError) as error:
-            damaged.append(_in_a_line(error, key))
-    short = [
-        f"{t}, teacher {i}: {n} rows of {tokens_of[t]}" for (t, i), n in covered.items() if tokens_of.get(t, n) != n
-    ]
-    return [
-        Check("no hidden state without a trajectory", len(rows), tuple(orphans)),
-        Check("one hidden row a response token and teacher", len(covered), tuple(short)),
-        Check("hidden-state blocks match their CRCs", len(rows), tuple(damaged)),
-    ]
+_MADE_BY = {
+    "prompts": "rollout", "trajectories": "rollout", "hidden_shards": "teach", "plan": "dispatch",
+    "checkpoints": "train",
+}  # fmt: skip
 
 
-def _check_taught(
-    trajectories: list[dict[str, Any]], hidden: list[dict[str, Any]], teachers_of: dict[str, set[str]], taught: set[int]
-) -> Check:
-    """taught: iterations whose teach stage has finished. Trajectories that were given up are read by nobody."""
-    wanted = {
-        (row["trajectory_id"], teacher_id)
-        for row in trajectories
-        if row["iteration"] in taught and row["status"] == "finished"
-        for teacher_id in teachers_of.get(row["prompt_id"], ())
-    }
-    found = {(row["trajectory_id"], row["teacher_id"]) for row in hidden if row["iteration"] in taught}
-    breaches = [f"{t}: not read by {teacher}" for t, teacher in sorted(wanted - found)]
-    breaches += [f"{t}: read by {teacher}, which it has not" for t, teacher in sorted(found - wanted)]
-    return Check("each trajectory was read by its prompt's teachers", len(wanted), tuple(breaches))
-
-
-def _check_plan(
-    plan: list[dict[str, Any]], trajectories: dict[str, dict[str, Any]], hidden: list[dict[str, Any]]
-) -> list[Check]:
-    times = Counter((r["iteration"], r["trajectory_id"], r["teacher_index"]) for r in plan)
-    wanted = {(r["iteration"], r["trajectory_id"], r["teacher_index"]) for r in hidden}
-    exactly_once = [f"{k}: in {n} packs" for k, n in times.items() if n != 1]
-    exactly_once += [f"{k}: in no pack" for k in sorted(wanted - set(times))]
-    exactly_once += [f"{k}: planned, but without hidden states" for k in sorted(set(times) - wanted)]
-    packs: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    denominators: dict[tuple, set[int]] = defaultdict(set)
-    members: dict[tuple, set[str]] = defaultdict(set)
-    for row in plan:
-        step = (row["iteration"], row["split"], row["step"])
-        packs[(*step, row["pack_id"])].append(row)
-        denominators[step].add(row["denominator_tokens"])
-        members[step].add(row["trajectory_id"])
-    overlaps = []
-    for pack, rows in packs.items():
-        position = 0
-        for row in sorted(rows, key=lambda r: r["offset"]):
-            whole = trajectories.get(row["trajectory_id"])
-            length = whole["prompt_tokens"] + whole["response_tokens"] if whole else None
-            if row["offset"] != position or row["length"] != length:
-                overlaps.append(f"pack {pack}: offset {row['offset']}, length {row['length']}")
-            position = row["offset"] + row["length"]
-    wrong = []
-    for step, ids in members.items():
-        total = sum(trajectories[i]["sampled_tokens"] for i in ids if i in trajectories)
-        if denominators[step] != {total}:
-            wrong.append(f"step {step}: {sorted(denominators[step])} instead of {total}")
-    return [
-        Check("every token in exactly one pack a teacher", len(times), tuple(exactly_once)),
-        Check("packs are filled without gap or overlap", len(packs), tuple(overlaps)),
-        Check("denominators count each sampled token once", len(members), tuple(wrong)),
-    ]
-
-
-def _read_tables(root: str, run_id: str) -> tuple[dict[str, list[dict[str, Any]]], Check]:
-    """Rows of the run by table, none of those that cannot be read; of all prompts, ids and teachers."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    breaches = []
-    for table in TABLES:
-        whose, columns = ({}, ["prompt_id", "teachers"]) if table == "prompts" else ({"run_id": run_id}, None)
-        try:
-            rows[table] = tables.read_rows(root, table, whose, columns=columns)
-        except OpdError as error:
-            rows[table] = []
-            breaches.append(_in_a_line(error))
-    return rows, Check("tables can be read", len(TABLES), tuple(breaches))
-
-
-def verify(root: str, run_id: str) -> list[Check]:
-    """All checks of a run. Raises ContractError for a run that does not exist; breaches are returned."""
-    store = open_store(root)
-    manifests, whole = _manifests(store, run_id)
-    if not manifests:
-        runs = sorted({k.split("/")[1] for k in store.list("runs/")}) or "no run"
-        raise ContractError(
-            f"run {run_id} in {root}", expected="a run with a finished stage", found=f"{runs}",
-            next_command="opd run CONFIG",
-        )  # fmt: skip
-    current, mismatched = [], []
-    for (iteration, stage), found in sorted(manifests.items()):
-        matching = [m for m in found if _matches(root, m)]
-        if matching:
-            current += matching[:1]
-        elif found:
-            mismatched.append(f"{stage} of iteration {iteration}: the tables differ from its manifest")
-    rows, unreadable = _read_tables(root, run_id)
-    teachers_of = {p["prompt_id"]: {t["teacher_id"] for t in p["teachers"]} for p in rows.pop("prompts")}
+def _of_iteration(
+    store: ObjectStore, iteration: int, rows: dict[str, list[dict[str, Any]]], teachers_of: dict[str, set[str]],
+    manifests: Manifests,
+) -> Iterable[tuple[str, Check]]:  # fmt: skip
+    """(tables that it needs, check)."""
     trajectories = {r["trajectory_id"]: r for r in rows["trajectories"]}
     tokens_of = {i: r["response_tokens"] for i, r in trajectories.items()}
-    iterations = {i for i, _ in manifests}
-    orphans = [
-        f"opd.{table}, iteration {row['iteration']}"
-        for table, found in rows.items()
-        for row in found
-        if row["iteration"] not in iterations
-    ]
-    partitions, objects = _check_partitions(store, current)
+    once, known, tokens = check_trajectories(store, rows["trajectories"], set(teachers_of))
+    yield from (("trajectories", once), ("trajectories prompts", known), ("trajectories", tokens))
+    orphans, covered, crcs = check_hidden(store, rows["hidden_shards"], tokens_of)
+    yield from (
+        ("trajectories hidden_shards", orphans),
+        ("trajectories hidden_shards", covered),
+        ("hidden_shards", crcs),
+    )
+    taught = {iteration} if (iteration, "teach") in manifests else set()
+    yield (
+        "prompts trajectories hidden_shards",
+        check_taught(rows["trajectories"], rows["hidden_shards"], teachers_of, taught),
+    )
+    planned = (iteration, "dispatch") in manifests
+    for check in check_plan(rows["plan"], trajectories, rows["hidden_shards"] if planned else []):
+        yield "trajectories hidden_shards plan", check
+    if (iteration, "train") in manifests:
+        yield "plan checkpoints", check_steps(iteration, rows["plan"], rows["checkpoints"])
+    else:
+        yield "", Check("each student made every step of its plan", 0)
+
+
+def _check_orphans(root: str, run_id: str, readable: set[str], begun: set[int]) -> Check:
+    count, breaches = 0, []
+    for table in sorted(readable - {"prompts"}):
+        iterations = tables.iterations(root, table, run_id)
+        count += len(iterations)
+        breaches += [f"opd.{table}, iteration {i}" for i in sorted(iterations - begun)]
+    return Check("no slice of an iteration without a stage", count, tuple(breaches))
+
+
+def _unreferenced(listed: list[str], manifests: Manifests, store: ObjectStore) -> list[Check]:
+    """What takes room and no manifest names: no breach, since nothing reads it."""
+    named: set[str] = set()
+    finished: dict[str, int] = {}
+    for found in manifests.values():
+        for manifest in found:
+            named.update(key for entry in manifest["tables"].values() for key in entry["row_keys"])
+            for partition in manifest["partitions"]:
+                owned = keys.partition_prefix(manifest["prefix"], int(partition))
+                try:
+                    done = read_partition(store, manifest["prefix"], int(partition))
+                except OpdError:
+                    continue  # said by the check of partitions
+                if done is not None:
+                    finished[owned] = done.epoch
+                    named.add(done.manifest["rows_key"])
+                    named.update(entry["key"] for entry in done.manifest["objects"])
+    leftovers, unknown, unfinished = [], [], Counter()
+    for key in listed:
+        if key in named or _BOOKKEEPING.fullmatch(key):
+            continue
+        place = _STAGE_KEY.fullmatch(key)
+        owned = _OWNED.fullmatch(place["rest"]) if place else None
+        if place is None or owned is None:
+            unknown.append(key)
+            continue
+        partition = keys.partition_prefix(place["prefix"], int(owned["partition"]))
+        if partition not in finished:
+            unfinished[f"{place['stage']} of iteration {int(place['iteration'])}"] += 1
+        elif owned["name"].startswith(("wal/", "spill/")) or int(owned["epoch"]) != finished[partition] - 1:
+            leftovers.append(key)
+        else:
+            unknown.append(key)
     return [
-        whole,
-        unreadable,
-        Check("tables equal their stage manifests", len(manifests), tuple(mismatched)),
-        partitions,
-        _check_objects(store, objects),
-        *_check_trajectories(store, rows["trajectories"], set(teachers_of)),
-        *_check_hidden(store, rows["hidden_shards"], tokens_of),
-        _check_taught(
-            rows["trajectories"], rows["hidden_shards"], teachers_of, {i for i, stage in manifests if stage == "teach"}
-        ),
-        *_check_plan(rows["plan"], trajectories, rows["hidden_shards"]),
-        Check("no row of an iteration without a stage", sum(map(len, rows.values())), tuple(orphans)),
-    ]
+        Check("unreferenced: objects that no manifest names", len(unknown), notes=_some(unknown)),
+        Check("unreferenced: logs, and what superseded epochs left (opd upkeep deletes them)", len(leftovers)),
+        Check("unreferenced: objects of partitions that are not finished", unfinished.total(),
+              notes=tuple(f"{stage}: {count}" for stage, count in sorted(unfinished.items()))),
+    ]  # fmt: skip
+
+
+def _some(lines: list[str]) -> tuple[str, ...]:
+    return (*lines[:5], f"and {len(lines) - 5} more") if len(lines) > 6 else tuple(lines)

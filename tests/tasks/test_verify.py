@@ -9,7 +9,7 @@ import pytest
 
 from infra.store import LocalStore
 from schemas import shards
-from tasks import verify
+from tasks import invariants
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def rows():
 def breaches(store, trajectories, hidden, plan):
     by_id = {t["trajectory_id"]: t for t in trajectories}
     checks = [
-        *verify._check_trajectories(store, trajectories, {"p"}),
-        *verify._check_hidden(store, hidden, {i: t["response_tokens"] for i, t in by_id.items()}),
-        *verify._check_plan(plan, by_id, hidden),
+        *invariants.check_trajectories(store, trajectories, {"p"}),
+        *invariants.check_hidden(store, hidden, {i: t["response_tokens"] for i, t in by_id.items()}),
+        *invariants.check_plan(plan, by_id, hidden),
     ]
     return {check.name for check in checks if check.breaches}
 
@@ -93,7 +93,7 @@ def test_each_breach_is_found(store, table, index, change, name):
 def test_a_prompt_with_fewer_samples_than_the_others_is_found(store):
     trajectories, _hidden, _plan = rows()
     alone = trajectory("c", "q", 0, 0, 4)
-    checks = verify._check_trajectories(store, [*trajectories, alone], {"p", "q"})
+    checks = invariants.check_trajectories(store, [*trajectories, alone], {"p", "q"})
     assert any("differ in their number" in b for check in checks for b in check.breaches)
 
 
@@ -105,7 +105,7 @@ def test_a_trajectory_that_one_of_its_teachers_has_not_read_is_found():
     read = [{"iteration": 0, "trajectory_id": "t0", "teacher_id": teacher} for teacher in ("a", "b")]
 
     def breaches(hidden: list[dict]) -> tuple[str, ...]:
-        return verify._check_taught(trajectories, hidden, {"p": {"a", "b"}}, taught={0, 1}).breaches
+        return invariants.check_taught(trajectories, hidden, {"p": {"a", "b"}}, taught={0, 1}).breaches
 
     assert breaches(read) == ()
     assert breaches(read[1:]) == ("t0: not read by a",)
