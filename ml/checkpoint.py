@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,20 @@ from ml.model_files import (
     CONFIG,
     EMBEDDING,
     FP8_ROWS,
+    HASH_THREADS,
     HEAD,
     INDEX,
     MXFP4_COLUMNS,
     MXFP4_STORED,
     WEIGHTS,
+    ModelDigests,
+    check_digest,
+    head_name,
     read_config,
+    settings_of,
+    tensor_digest,
     tensor_files,
+    weights_of,
 )
 from ml.tensor_parallel import ALONE, Group
 from ml.whole_folder import whole_folder
@@ -41,13 +50,17 @@ from schemas.errors import ConfigError, FormatError
 
 SHARD_BYTES = 4 << 30
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: (name, tensor, where it lies)
+Named = tuple[str, torch.Tensor, str]
 
 
 def load_model(
     folder: Path, *, precision: Precision, compute: Compute, device: torch.device | str = "cpu",
-    trainable: bool = False, group: Group = ALONE,
+    trainable: bool = False, group: Group = ALONE, digest: str | None = None,
 ) -> Transformer:  # fmt: skip
     """The model of a folder, its parameters as `Transformer` describes them; of a group, this rank's part.
+
+    digest: the `model_digest` that the folder must have, of the very bytes that are loaded; None takes any.
 
     For inference, products of the model's shapes are proved row-invariant on the device first. Raises ConfigError (no
     such folder, unsupported architecture, a linear that MXFP4 cannot hold or FP8 not multiply, an MXFP4 folder asked
@@ -80,7 +93,8 @@ def load_model(
     if not trainable:
         model.check_row_invariance()
     linears, parameters = _linears(model), dict(model.named_parameters())
-    for name, tensor, where in _model_tensors(folder, model):
+    hashes: dict[str, str] | None = None if digest is None else {}
+    for name, tensor, where in _model_tensors(folder, model, hashes):
         if name in linears and precision == "mxfp4":
             _check_columns(tensor, where)
         if name in linears and compute == "fp8":
@@ -93,18 +107,28 @@ def load_model(
         # Codes that were stored are not made anew, and a layer that packs makes its own.
         taken = trainable or packed or linears[name].packs
         linears[name].set_weight(values if taken else weight_values(values, precision))
+    if digest is not None and hashes is not None:
+        found = ModelDigests(weights_of(hashes), settings_of(folder, config_json))
+        check_digest(folder, digest, found.model, "model")
     return model.train(trainable)
 
 
-def read_head(folder: Path, *, precision: Precision = "bf16") -> torch.Tensor:
-    """The unembedding matrix [V, E] alone, bf16, or fp32 for an fp32 model. Errors as above."""
+def read_head(folder: Path, *, precision: Precision = "bf16", digest: str | None = None) -> torch.Tensor:
+    """The unembedding matrix [V, E] alone, bf16, or fp32 for an fp32 model.
+
+    digest: the head's own of `model_digests`; None takes any. Errors as above.
+    """
     folder = Path(folder)
-    config = ModelConfig.from_hf(read_config(folder), str(folder / CONFIG))
-    name = EMBEDDING if config.tied else HEAD
+    config_json = read_config(folder)
+    config = ModelConfig.from_hf(config_json, str(folder / CONFIG))
+    name = head_name(config_json)
     files = tensor_files(folder)
     if name not in files:
         raise FormatError(str(folder), expected=f"tensor {name}", found="no such tensor")
-    for _, tensor, where in _tensors(folder, only=name):
+    hashes: dict[str, str] | None = None if digest is None else {}
+    for _, tensor, where in _tensors(folder, hashes, only=name):
+        if digest is not None and hashes is not None:
+            check_digest(folder, digest, hashes[name], "head")
         _check_tensor(tensor, (config.vocab_rows, config.width), where)
         return tensor.float() if precision == "fp32" else tensor.to(torch.bfloat16)
     raise FormatError(str(files[name]), expected=f"tensor {name}", found="no such tensor")
@@ -197,16 +221,16 @@ def _linears(model: Transformer) -> dict[str, Linear]:
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
-def _model_tensors(folder: Path, model: Transformer) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """(name, tensor, where) of each of the model's parameters, checked, this rank's rows where ranks share them;
-    FormatError for one too many or too few."""
+def _model_tensors(folder: Path, model: Transformer, hashes: dict[str, str] | None = None) -> Iterator[Named]:
+    """Each of the model's parameters, checked, this rank's rows where ranks share them; FormatError for one too many
+    or too few. hashes: as of `_tensors`."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     split = {
         f"{owner}.{name}": module for owner, module in model.named_modules() if isinstance(module, Linear)
         for name, _ in module.named_parameters()
     }  # fmt: skip
     shapes |= {name: (module.num_outputs, *shapes[name][1:]) for name, module in split.items()}
-    tensors = _tensors(folder)
+    tensors = _tensors(folder, hashes)
     if "quantization_config" in read_config(folder):
         tensors = _unpacked(folder, tensors)
     for name, tensor, where in tensors:
@@ -221,9 +245,7 @@ def _model_tensors(folder: Path, model: Transformer) -> Iterator[tuple[str, torc
         raise FormatError(str(folder), expected=f"tensor {name}", found=f"no such tensor ({len(shapes)} missing)")
 
 
-def _unpacked(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor, str]]
-) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _unpacked(folder: Path, tensors: Iterable[Named]) -> Iterator[Named]:
     """The same with each pair NAME.blocks, NAME.scales as NAME in bf16, which holds every MXFP4 value."""
     waiting: dict[str, tuple[str, torch.Tensor]] = {}
     for name, tensor, where in tensors:
@@ -250,19 +272,48 @@ def _unpacked(
         raise FormatError(f"{folder}, tensor {owner}", expected="blocks and scales", found=f"{part} only")
 
 
-def _tensors(folder: Path, only: str | None = None) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """(name, tensor, where) in order of file, then name. Each tensor is a view of a mapped file."""
+def _tensors(folder: Path, hashes: dict[str, str] | None = None, only: str | None = None) -> Iterator[Named]:
+    """In order of file, then name. Each tensor is a view of a mapped file; given `hashes`, it is a copy, whose
+    `tensor_digest` is put there."""
     files = tensor_files(folder)
     for path in sorted({files[only]} if only else set(files.values())):
+        wanted = {only} if only else {n for n, p in files.items() if p == path}
         try:
             with safe_open(path, framework="pt") as file:
-                names = set(file.keys())
-                for name in sorted({only} if only else names | {n for n, p in files.items() if p == path}):
-                    if name not in names:
+                stored = set(file.keys())
+                names = sorted(wanted if only else wanted | stored)
+                for name in names:
+                    if name not in stored:
                         raise FormatError(str(path), expected=f"tensor {name}", found="no such tensor")
-                    yield name, file.get_tensor(name), f"{path}, tensor {name}"
+                views = ((n, file.get_tensor(n), f"{path}, tensor {n}") for n in names)
+                if hashes is None:
+                    yield from views
+                else:
+                    yield from _hashed(views, {n: file.get_slice(n).get_dtype() for n in names}, hashes)
         except (SafetensorError, OSError) as error:
             raise FormatError(str(path), expected="a whole safetensors file", found=str(error)) from error
+
+
+def _hashed(views: Iterable[Named], dtypes: Mapping[str, str], hashes: dict[str, str]) -> Iterator[Named]:
+    """Copies of the tensors, hashed a few ahead on threads: what a file holds later does not matter."""
+
+    def copied(name: str, view: torch.Tensor, where: str) -> tuple[Named, str]:
+        tensor = view.clone()
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        return (name, tensor, where), tensor_digest(name, dtypes[name], tensor.shape, [data])
+
+    def taken(future: Future[tuple[Named, str]]) -> Named:
+        named, hashes[named[0]] = future.result()
+        return named
+
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        waiting: deque[Future[tuple[Named, str]]] = deque()
+        for view in views:
+            waiting.append(pool.submit(copied, *view))
+            if len(waiting) > HASH_THREADS:
+                yield taken(waiting.popleft())
+        while waiting:
+            yield taken(waiting.popleft())
 
 
 def _check_tensor(tensor: torch.Tensor, shape: tuple[int, ...], where: str) -> None:

@@ -14,8 +14,10 @@ from ml.model_files import (
     FP8_ROWS,
     HEAD,
     MXFP4_COLUMNS,
+    ModelDigests,
     file_header,
     model_digest,
+    model_digests,
     read_config,
     tensor_files,
 )
@@ -23,7 +25,10 @@ from schemas.config import RunConfig
 from schemas.errors import ConfigError, ContractError, FormatError
 from tasks.text import Tokenizer
 
-__all__ = ["check_precisions", "context_tokens", "model_digest", "resolve_model", "teacher_checks"]
+__all__ = [
+    "ModelDigests", "check_precisions", "context_tokens", "model_digest", "model_digests", "resolve_model",
+    "teacher_checks",
+]  # fmt: skip
 
 
 def resolve_model(path: str | Path) -> Path:

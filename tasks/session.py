@@ -19,7 +19,7 @@ from schemas import keys
 from schemas.config import RunConfig
 from schemas.errors import ContractError, StoreError
 from tasks.admission import admit
-from tasks.models import model_digest, resolve_model
+from tasks.models import ModelDigests, model_digests, resolve_model
 from tasks.prompts import read_prompts
 from tasks.records import History
 from tasks.text import Tokenizer
@@ -90,12 +90,17 @@ class Session:
         return self.config.content(self.history.newest[1]["config"] if self.history.records else None)
 
     @functools.cached_property
-    def model_digests(self) -> dict[str, str]:
-        """Content digests of the configured models: `student`, and `teacher:ID` for each teacher."""
-        digests = {"student": model_digest(resolve_model(self.config.student.path))}
+    def models(self) -> dict[str, ModelDigests]:
+        """What the configured models were when the session began: `student`, and `teacher:ID` for each teacher."""
+        found = {"student": model_digests(resolve_model(self.config.student.path))}
         for teacher in self.config.teachers:
-            digests[f"teacher:{teacher.id}"] = model_digest(resolve_model(teacher.path))
-        return digests
+            found[f"teacher:{teacher.id}"] = model_digests(resolve_model(teacher.path))
+        return found
+
+    @property
+    def model_digests(self) -> dict[str, str]:
+        """Identities of `models`."""
+        return {name: digests.model for name, digests in self.models.items()}
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

@@ -81,9 +81,9 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
                 {
                     "teacher_index": i,
                     "folder": str(resolve_model(config.teacher(i).path)),
-                    "digest": session.model_digests[f"teacher:{config.teacher_ids[i]}"],
+                    "head_digest": session.models[f"teacher:{teacher_id}"].head,
                 }
-                for i in range(len(config.teachers))
+                for i, teacher_id in enumerate(config.teacher_ids)
             ],
             "vocab_size": session.tokenizer.vocab_size,
             "page_tokens": config.rollout.page_tokens,

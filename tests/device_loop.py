@@ -31,6 +31,7 @@ from infra import leases
 from infra.launch import free_port
 from infra.store import open_store
 from kernels.testing import relative_error
+from ml.model_files import model_digest, model_digests
 from schemas import keys
 from schemas.config import Train
 from tests.random_models import SHAPES, random_model
@@ -122,7 +123,8 @@ class Loop:
         return {
             "root": str(self.root), "run_id": name, "iteration": 0,
             "stage_prefix": f"runs/{name}/00000/rollout/f", "scoring": {},
-            "student": {"folder": str(self.student), "precision": precision, "digest": "d" * 64}, "compute": "bf16",
+            "student": {"folder": str(self.student), "precision": precision, "digest": model_digest(self.student)},
+            "compute": "bf16",
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2],
             "vocab_size": self.vocab_size, "threads": THREADS, "scratch": str(self.folder / f"{name}-scratch"),
             "engine": {"max_sequences": 64, "page_tokens": 64, "kv_bytes": 1 << 30}, "ranks": 1,
@@ -150,7 +152,8 @@ class Loop:
             partitions.append({
                 "partition": number, "owned": f"runs/{name}/00000/teach/f/p{number:05d}",
                 "teacher_index": number // 2, "teacher_id": f"teacher-{number // 2}",
-                "model": str(self.teachers[number // 2]), "precision": precision, "compute": compute,
+                "model": str(self.teachers[number // 2]), "digest": model_digest(self.teachers[number // 2]),
+                "precision": precision, "compute": compute,
                 "items": [
                     {f: r[f] for f in ("trajectory_id", "shard_key", "shard_digest", "first_row", "response_tokens")}
                     | {"context_ids": prompts[r["trajectory_id"]]}
@@ -194,12 +197,14 @@ class Loop:
         train = {"learning_rate": 1e-5, "gradient_clip": 1e9, "save_every_steps": 0, "loader_bytes": 1 << 30}
         return {
             "root": str(self.root), "run_id": name, "iteration": 0, "owned": f"runs/{name}/00000/train/f/p00000",
-            "seed": 0, "student_folder": str(self.student), "student_version": "v0", "precision": precision,
+            "seed": 0, "student_folder": str(self.student), "student_version": model_digest(self.student),
+            "precision": precision,
             "compute": compute, "optimizer_from": None, "threads": THREADS, "slots": 2, "page_tokens": 64,
             "plan_rows_path": str(self.folder / f"{name}-plan.jsonl"),
             "trajectory_rows_path": str(self.folder / f"{name}-trajectories.jsonl"),
             "hidden_rows_path": str(self.folder / f"{name}-hidden.jsonl"),
-            "teachers": [{"teacher_index": i, "folder": str(t)} for i, t in enumerate(self.teachers)],
+            "teachers": [{"teacher_index": i, "folder": str(t), "head_digest": model_digests(t).head}
+                         for i, t in enumerate(self.teachers)],
             "vocab_size": self.vocab_size, "train": Train.model_validate(train | settings).model_dump(),
             "scratch": str(self.folder / f"{name}-scratch"), "out_folder": str(self.folder / f"{name}-out"),
             "dead_after_seconds": 60.0,

@@ -17,6 +17,7 @@ from typing import Any
 
 from infra import leases
 from infra.store import LocalStore
+from ml.model_files import model_digest
 from schemas import keys
 from schemas.errors import StoreError
 from schemas.rows import TRAJECTORIES, content_digest
@@ -75,7 +76,8 @@ class Site:
             })  # fmt: skip
         self.work = {
             "root": str(folder / "data"), "run_id": "kills", "iteration": 0, "stage_prefix": PREFIX, "scoring": {},
-            "student": {"folder": str(model), "precision": "bf16", "digest": "d" * 64}, "compute": "bf16",
+            "student": {"folder": str(model), "precision": "bf16", "digest": model_digest(model)},
+            "compute": "bf16",
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2], "vocab_size": 259,
             "engine": {"max_sequences": 5, "page_tokens": 16, "kv_bytes": 1 << 22}, "ranks": 1, "threads": 1,
             "seal_seconds": 0.1, "grace_seconds": 20.0, "dead_after_seconds": DEAD_AFTER_SECONDS,

@@ -11,6 +11,7 @@ from typing import Any
 from infra.launch import free_port
 from infra.leases import Finished, finished
 from infra.store import open_store
+from ml.model_files import model_digest, model_digests
 from schemas import keys
 from schemas.config import Train
 from tests.forked import FORKS, leave, redirect
@@ -47,12 +48,14 @@ def write_work(base: Path, name: str, **options: Any) -> Path:
     (root / "store").mkdir(parents=True)
     for folder in ("rollout", "teach"):
         (root / "store" / folder).symlink_to(base / "objects" / folder)
+    student = Path(options.get("student_folder", base / "student"))
     work = {
         "root": str(root / "store"), "run_id": "tiny", "iteration": 0, "owned": OWNED,
-        "seed": 0, "student_folder": str(base / "student"), "student_version": "v0", "precision": "bf16",
-        "compute": "bf16", "optimizer_from": None, "plan_rows_path": str(base / "plan.jsonl"),
+        "seed": 0, "student_folder": str(student), "student_version": model_digest(student),
+        "precision": "bf16", "compute": "bf16", "optimizer_from": None, "plan_rows_path": str(base / "plan.jsonl"),
         "trajectory_rows_path": str(base / "trajectories.jsonl"), "hidden_rows_path": str(base / "hidden.jsonl"),
-        "teachers": [{"teacher_index": i, "folder": str(base / f"teacher-{i}")} for i in (0, 1)],
+        "teachers": [{"teacher_index": i, "folder": str(base / f"teacher-{i}"),
+                      "head_digest": model_digests(base / f"teacher-{i}").head} for i in (0, 1)],
         "vocab_size": 259, "slots": 2, "page_tokens": 64, "train": settings(),
         "threads": 1, "scratch": str(root / "scratch"), "out_folder": str(root / "out"), "dead_after_seconds": 5.0,
     }  # fmt: skip

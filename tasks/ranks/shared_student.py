@@ -50,7 +50,7 @@ def load_student(work: dict[str, Any], work_path: Path) -> Transformer:
 def _load(work: dict[str, Any], group: Group) -> Transformer:
     student = work["student"]
     return load_model(Path(student["folder"]), precision=student["precision"], compute=work["compute"],
-                      device=rank_device(), group=group)  # fmt: skip
+                      device=rank_device(), group=group, digest=student["digest"])  # fmt: skip
 
 
 def _die_with(process: RankProcess) -> None:

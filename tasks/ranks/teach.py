@@ -156,12 +156,12 @@ class Worker:
             self.say("finished", partition=entry["partition"], epoch=lease.epoch)
 
     def _teacher(self, entry: dict[str, Any]) -> Transformer:
-        wanted = (entry["model"], entry["precision"], entry["compute"])
+        wanted = (entry["model"], entry["precision"], entry["compute"], entry["digest"])
         if self._model is None or self._model[0] != wanted:
             self._model = None  # two teachers need not fit side by side
             model = load_model(
                 Path(entry["model"]), precision=entry["precision"], compute=entry["compute"],
-                device=rank_device(),
+                device=rank_device(), digest=entry["digest"],
             )  # fmt: skip
             self._model = (wanted, model)
         return self._model[1]

@@ -131,13 +131,18 @@ def _train_and_export(
 
     loader, batches = _open_loader(work, store, frames, device)
     try:
-        folders = {t["teacher_index"]: Path(t["folder"]) for t in work["teachers"]}
+        teachers = {t["teacher_index"]: (Path(t["folder"]), t["head_digest"]) for t in work["teachers"]}
+
+        def read(teacher_index: int) -> torch.Tensor:
+            folder, digest = teachers[teacher_index]
+            return read_head(folder, digest=digest)
+
         train(
             engine,
             batches,
-            TeacherHeads(lambda t: read_head(folders[t]), vocab_size=work["vocab_size"], device=device),
+            TeacherHeads(read, vocab_size=work["vocab_size"], device=device),
             Report(notes.metric, notes.micro_batch, step_end),
-            num_teachers=1 + max(folders),
+            num_teachers=1 + max(teachers),
             first_step=first_step,
             num_steps=num_steps,
             sampler_compute=COMPUTE_DTYPES[compute_dtype(work["precision"])],
@@ -160,7 +165,7 @@ def _engine(work: dict[str, Any], device: torch.device, resumed: State | None) -
     settings = work["train"]
     transformer = load_model(
         Path(work["student_folder"]), precision=work["precision"], compute=work["compute"], trainable=True,
-        device=device,
+        device=device, digest=work["student_version"],
     )  # fmt: skip
     transformer.checkpoint_layers = settings["recompute_layers"]
     loss = LossSettings(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ml.model_files import model_digest
 from ml.rollout.engine import EngineConfig, RolloutEngine
 from schemas import keys
 from schemas.rows import TRAJECTORIES, content_digest
@@ -50,7 +51,8 @@ def outcome(folder: Path, model: Path, partitions: list[dict[str, Any]]) -> dict
     folder.mkdir()
     work = {
         "root": str(folder / "data"), "scratch": str(folder / "scratch"), "run_id": "r", "iteration": 0,
-        "stage_prefix": PREFIX, "student": {"folder": str(model), "precision": "bf16", "digest": "d" * 64},
+        "stage_prefix": PREFIX,
+        "student": {"folder": str(model), "precision": "bf16", "digest": model_digest(model)},
         "compute": "bf16", "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2],
         "vocab_size": 259, "engine": {"max_sequences": 5, "page_tokens": 16, "kv_bytes": 1 << 22}, "ranks": 1,
         "threads": 1, "seal_seconds": 0.1, "grace_seconds": 20.0, "dead_after_seconds": DEAD_AFTER_SECONDS,

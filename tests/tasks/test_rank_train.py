@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from infra.leases import finished
 from infra.store import open_store
-from ml.model_files import model_digest
+from ml.model_files import model_digest, model_digests
 from ml.train.state import load_state
 from schemas.errors import StoreError
 from schemas.rows import CHECKPOINTS, METRICS
@@ -107,7 +107,7 @@ def test_the_export_is_a_model_that_transformers_loads_and_its_digest_the_versio
     checkpoint = manifest_of(work)["checkpoint"]
     assert set(checkpoint) == set(CHECKPOINTS.column_names())
     assert checkpoint["version"] == model_digest(folder)
-    assert (checkpoint["parent"], checkpoint["steps"]) == ("v0", STEPS)
+    assert (checkpoint["parent"], checkpoint["steps"]) == (model_digest(base / "student"), STEPS)
     before = load_file(base / "student" / "model.safetensors")
     after = load_file(folder / "model.safetensors")
     assert set(before) == set(after)
@@ -213,3 +213,14 @@ def test_damage_ends_with_its_own_status_and_an_error_event(base):
     assert told[-1]["kind"] == "format error"
     assert "block 0" in told[-1]["text"]
     assert finished(open_store(str(root)), OWNED) is None
+
+
+def test_a_head_or_student_that_was_replaced_is_not_trained_on(base):
+    heads = [{"teacher_index": i, "folder": str(base / "teacher-1"),
+              "head_digest": model_digests(base / f"teacher-{i}").head} for i in (0, 1)]  # fmt: skip
+    other = model_digest(base / "teacher-0")
+    for name, options in (("head", {"teachers": heads}), ("student", {"student_version": other})):
+        work = write_work(base, f"replaced-{name}", **options)
+        told = events(work, status=5)
+        assert told[-1]["kind"] == "contract error"
+        assert str(base / ("teacher-1" if name == "head" else "student")) in told[-1]["text"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from infra import leases
 from infra.store import LocalStore, open_store
+from ml.model_files import model_digest
 from schemas import keys, shards
 from schemas.errors import ContractError, FormatError
 from schemas.rows import HIDDEN_SHARDS
@@ -59,7 +61,8 @@ def make_work(root: Path, models: list[Path]) -> tuple[dict[str, Any], dict[str,
             first += len(response)
     partitions = [
         {"partition": index, "owned": f"runs/r/00000/teach/x/p{index:05d}", "teacher_index": index,
-         "teacher_id": f"teacher {index}", "model": str(model), "precision": "bf16", "compute": "bf16", "items": items}
+         "teacher_id": f"teacher {index}", "model": str(model), "digest": model_digest(model), "precision": "bf16",
+         "compute": "bf16", "items": items}
         for index, model in enumerate(models)
     ]  # fmt: skip
     work = {"root": str(root), "run_id": "r", "iteration": 0, "batch_tokens": 100, "threads": 1,
@@ -147,6 +150,16 @@ def test_damage_is_named_on_stdout_and_in_the_status(models, tmp_path):
     error = json.loads(done.stdout.splitlines()[-1])
     assert (error["event"], error["kind"]) == ("error", "format error")
     assert "tokens/1" in error["text"]
+    assert manifests(work) == []
+
+
+def test_a_teacher_that_was_replaced_does_not_teach(models, tmp_path):
+    work, _ = make_work(tmp_path / "data", models[:1])
+    work["partitions"][0]["model"] = str(shutil.copytree(models[0], tmp_path / "teacher"))
+    config = tmp_path / "teacher" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ContractError, match=r"config\.json"):
+        Worker(work, lambda *a, **k: None).run()
     assert manifests(work) == []
 
 
