@@ -36,12 +36,13 @@ from ml.model_files import (
     MXFP4_STORED,
     WEIGHTS,
     ModelDigests,
+    StoredTensor,
     check_digest,
     head_name,
     read_config,
     settings_of,
+    stored_tensors,
     tensor_digest,
-    tensor_files,
     weights_of,
 )
 from ml.tensor_parallel import ALONE, Group
@@ -122,16 +123,14 @@ def read_head(folder: Path, *, precision: Precision = "bf16", digest: str | None
     config_json = read_config(folder)
     config = ModelConfig.from_hf(config_json, str(folder / CONFIG))
     name = head_name(config_json)
-    files = tensor_files(folder)
-    if name not in files:
+    if name not in stored_tensors(folder):
         raise FormatError(str(folder), expected=f"tensor {name}", found="no such tensor")
     hashes: dict[str, str] | None = None if digest is None else {}
-    for _, tensor, where in _tensors(folder, hashes, only=name):
-        if digest is not None and hashes is not None:
-            check_digest(folder, digest, hashes[name], "head")
-        _check_tensor(tensor, (config.vocab_rows, config.width), where)
-        return tensor.float() if precision == "fp32" else tensor.to(torch.bfloat16)
-    raise FormatError(str(files[name]), expected=f"tensor {name}", found="no such tensor")
+    ((_, tensor, where),) = _tensors(folder, hashes, only=name)
+    if digest is not None and hashes is not None:
+        check_digest(folder, digest, hashes[name], "head")
+    _check_tensor(tensor, (config.vocab_rows, config.width), where)
+    return tensor.float() if precision == "fp32" else tensor.to(torch.bfloat16)
 
 
 def save_model(
@@ -275,32 +274,25 @@ def _unpacked(folder: Path, tensors: Iterable[Named]) -> Iterator[Named]:
 def _tensors(folder: Path, hashes: dict[str, str] | None = None, only: str | None = None) -> Iterator[Named]:
     """In order of file, then name. Each tensor is a view of a mapped file; given `hashes`, it is a copy, whose
     `tensor_digest` is put there."""
-    files = tensor_files(folder)
-    for path in sorted({files[only]} if only else set(files.values())):
-        wanted = {only} if only else {n for n, p in files.items() if p == path}
+    tensors = stored_tensors(folder)
+    wanted = [only] if only else list(tensors)
+    for path in sorted({tensors[name].path for name in wanted}):
+        names = [name for name in wanted if tensors[name].path == path]
         try:
             with safe_open(path, framework="pt") as file:
-                stored = set(file.keys())
-                names = sorted(wanted if only else wanted | stored)
-                for name in names:
-                    if name not in stored:
-                        raise FormatError(str(path), expected=f"tensor {name}", found="no such tensor")
-                views = ((n, file.get_tensor(n), f"{path}, tensor {n}") for n in names)
-                if hashes is None:
-                    yield from views
-                else:
-                    yield from _hashed(views, {n: file.get_slice(n).get_dtype() for n in names}, hashes)
+                views = ((name, file.get_tensor(name), f"{path}, tensor {name}") for name in names)
+                yield from views if hashes is None else _hashed(views, tensors, hashes)
         except (SafetensorError, OSError) as error:
             raise FormatError(str(path), expected="a whole safetensors file", found=str(error)) from error
 
 
-def _hashed(views: Iterable[Named], dtypes: Mapping[str, str], hashes: dict[str, str]) -> Iterator[Named]:
+def _hashed(views: Iterable[Named], tensors: Mapping[str, StoredTensor], hashes: dict[str, str]) -> Iterator[Named]:
     """Copies of the tensors, hashed a few ahead on threads: what a file holds later does not matter."""
 
     def copied(name: str, view: torch.Tensor, where: str) -> tuple[Named, str]:
         tensor = view.clone()
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        return (name, tensor, where), tensor_digest(name, dtypes[name], tensor.shape, [data])
+        return (name, tensor, where), tensor_digest(name, tensors[name].spec.dtype, tensor.shape, [data])
 
     def taken(future: Future[tuple[Named, str]]) -> Named:
         named, hashes[named[0]] = future.result()

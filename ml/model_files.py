@@ -64,13 +64,44 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(Path(folder) / CONFIG)
 
 
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> its file.
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies, and what it is."""
 
-    Raises ConfigError when the folder has no weights, FormatError for an index or a file that cannot be read.
+    path: Path
+    spec: TensorSpec
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Name -> where it lies, of every tensor of a folder, by name: the one reader of the index.
+
+    Raises ConfigError when the folder has no weights, FormatError for an index or a file that cannot be read, and
+    where index and files disagree: readers that go by one of them would have other tensors than we do.
     """
+    folder = Path(folder)
     if (folder / WEIGHTS).exists():
-        return dict.fromkeys(file_header(folder / WEIGHTS), folder / WEIGHTS)
+        specs = file_header(folder / WEIGHTS)
+        return {name: StoredTensor(folder / WEIGHTS, specs[name]) for name in sorted(specs)}
+    weight_map = _read_index(folder)
+    specs = {file: file_header(folder / file) for file in sorted(set(weight_map.values()))}
+    for file, stored in specs.items():
+        for name in stored:
+            if name not in weight_map:
+                raise FormatError(
+                    f"{folder / file}, tensor {name}", expected=f"its name in {INDEX}", found="none there"
+                )
+            if weight_map[name] != file:
+                raise FormatError(
+                    f"{folder / file}, tensor {name}", expected=f"it in {weight_map[name]} only, as {INDEX} says",
+                    found="a copy here too", next_command="remove the stale copy, or write the model anew",
+                )  # fmt: skip
+    for name, file in weight_map.items():
+        if name not in specs[file]:
+            raise FormatError(str(folder / file), expected=f"tensor {name}", found="no such tensor")
+    return {name: StoredTensor(folder / file, specs[file][name]) for name, file in sorted(weight_map.items())}
+
+
+def _read_index(folder: Path) -> dict[str, str]:
     if not (folder / INDEX).exists():
         raise ConfigError(str(folder), expected=f"{WEIGHTS} or {INDEX}", found="neither")
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -79,7 +110,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise FormatError(f"{folder / INDEX}, {name}", expected="a file of this folder", found=repr(file)[:100])
-    return {name: folder / file for name, file in weight_map.items()}
+    return weight_map
 
 
 def file_header(path: Path) -> dict[str, TensorSpec]:
@@ -115,22 +146,13 @@ class ModelDigests:
 def model_digests(folder: Path) -> ModelDigests:
     """Digests of everything that changes what a model computes or reads; each tensor is read once, in pieces.
 
-    Raises ConfigError and FormatError as `tensor_files` and `read_config` do.
+    Raises ConfigError and FormatError as `stored_tensors` and `read_config` do.
     """
     folder = Path(folder)
     config = read_config(folder)
-    specs: dict[Path, dict[str, TensorSpec]] = {}
-
-    def found(name: str, path: Path) -> TensorSpec:
-        if path not in specs:
-            specs[path] = file_header(path)
-        if name not in specs[path]:
-            raise FormatError(str(path), expected=f"tensor {name}", found="no such tensor")
-        return specs[path][name]
-
-    tensors = [(name, path, found(name, path)) for name, path in sorted(tensor_files(folder).items())]
+    tensors = stored_tensors(folder)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
-        hashes = dict(zip((t[0] for t in tensors), pool.map(_stored_tensor_digest, tensors), strict=True))
+        hashes = dict(zip(tensors, pool.map(_stored_tensor_digest, tensors, tensors.values()), strict=True))
     return ModelDigests(weights_of(hashes), settings_of(folder, config), hashes.get(head_name(config)))
 
 
@@ -194,9 +216,8 @@ def check_digest(folder: Path, wanted: str, found: str, what: str) -> None:
         )  # fmt: skip
 
 
-def _stored_tensor_digest(tensor: tuple[str, Path, TensorSpec]) -> str:
-    name, path, spec = tensor
-    return tensor_digest(name, spec.dtype, spec.shape, _pieces(name, path, spec))
+def _stored_tensor_digest(name: str, tensor: StoredTensor) -> str:
+    return tensor_digest(name, tensor.spec.dtype, tensor.spec.shape, _pieces(name, tensor.path, tensor.spec))
 
 
 def _pieces(name: str, path: Path, spec: TensorSpec) -> Iterable[bytes]:

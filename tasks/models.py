@@ -10,16 +10,14 @@ from pathlib import Path
 
 from ml.model_files import (
     CONFIG,
-    EMBEDDING,
     FP8_ROWS,
-    HEAD,
     MXFP4_COLUMNS,
     ModelDigests,
-    file_header,
+    head_name,
     model_digest,
     model_digests,
     read_config,
-    tensor_files,
+    stored_tensors,
 )
 from schemas.config import RunConfig
 from schemas.errors import ConfigError, ContractError, FormatError
@@ -110,25 +108,20 @@ def _check_rows(folder: Path, where: str) -> None:
 
 def _linears(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Weight name and [rows, columns] of each linear, by headers."""
-    for name, path in sorted(tensor_files(folder).items()):
-        spec = file_header(path).get(name)
-        if spec and name.startswith("model.layers.") and len(spec.shape) == 2:
-            yield name, spec.shape
+    for name, tensor in stored_tensors(folder).items():
+        if name.startswith("model.layers.") and len(tensor.spec.shape) == 2:
+            yield name, tensor.spec.shape
 
 
 def _check_head(folder: Path, vocab_size: int) -> None:
     config = read_config(folder)
-    name = EMBEDDING if config.get("tie_word_embeddings") else HEAD
-    files = tensor_files(folder)
-    spec = file_header(files[name]).get(name) if name in files else None
-    if spec is None:
+    name = head_name(config)
+    tensor = stored_tensors(folder).get(name)
+    if tensor is None:
         raise FormatError(f"{folder}, tensor {name}", expected="a head", found="no such tensor")
+    shape, where = tensor.spec.shape, f"{tensor.path}, tensor {name}"
     own = (config.get("vocab_size"), config.get("hidden_size"))
-    if spec.shape != own:
-        raise FormatError(
-            f"{files[name]}, tensor {name}", expected=f"{own}, as config.json says", found=f"{spec.shape}"
-        )
-    if spec.shape[0] < vocab_size:
-        raise ContractError(
-            f"{files[name]}, tensor {name}", expected=f"a row for each of {vocab_size} tokens", found=f"{spec.shape[0]}"
-        )
+    if shape != own:
+        raise FormatError(where, expected=f"{own}, as config.json says", found=f"{shape}")
+    if shape[0] < vocab_size:
+        raise ContractError(where, expected=f"a row for each of {vocab_size} tokens", found=f"{shape[0]}")

@@ -218,6 +218,32 @@ def test_a_bad_index_is_named(tmp_path, change, named):
             read(folder)
 
 
+@pytest.mark.parametrize("stale", [True, False])
+def test_a_tensor_in_another_file_than_the_index_says_is_named(tmp_path, stale):
+    folder = tmp_path / "m"
+    write_model(folder, max_shard_size="9KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = "model.norm.weight"
+    file = index["weight_map"][name]
+    if stale:  # a copy of other numbers, in a file after and one before the one that the index names
+        others = sorted(set(index["weight_map"].values()) - {file})
+        for file in (others[0], others[-1]):
+            before = (folder / file).read_bytes()
+            save_file(load_file(folder / file) | {name: torch.zeros(32)}, folder / file)
+            for read in (load, model_digest):
+                with pytest.raises(FormatError, match=rf"{file}, tensor {name}"):
+                    read(folder)
+            (folder / file).write_bytes(before)
+        load(folder)
+        return
+    index["weight_map"].pop(name)
+    path.write_text(json.dumps(index))
+    for read in (load, model_digest):
+        with pytest.raises(FormatError, match=rf"{file}, tensor {name}"):
+            read(folder)
+
+
 def test_a_missing_shard_is_named(tmp_path):
     folder = tmp_path / "m"
     write_model(folder, max_shard_size="9KB")
