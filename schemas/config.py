@@ -296,6 +296,19 @@ class RunConfig(Section):
                 "train.compute", expected='"fp32" or "bf16", or student.precision = "mxfp4", whose values FP8 holds',
                 found=f"'fp8' with student.precision = {self.student.precision!r}",
             )  # fmt: skip
+        if self.train.ranks > self.dispatch.slots:
+            # The others would have no pack, ever. Slots are part of the plan, ranks are not: so nothing is derived.
+            raise ConfigError(
+                "train.ranks", expected=f"at most {self.dispatch.slots}, the number of dispatch.slots",
+                found=str(self.train.ranks), next_command=f"dispatch.slots = {self.train.ranks}, or fewer ranks",
+            )  # fmt: skip
+        if self.rollout.max_response_tokens >= self.dispatch.pack_tokens:
+            raise ConfigError(
+                "dispatch.pack_tokens",
+                expected=f"more than rollout.max_response_tokens = {self.rollout.max_response_tokens}: a pack holds "
+                "whole trajectories",
+                found=str(self.dispatch.pack_tokens),
+            )  # fmt: skip
         named = [(f"prompts.datasets, {d.name}, teachers", d.teachers) for d in self.prompts.datasets]
         named += [(f"prompts.files, {f.path}, teachers", f.teachers) for f in self.prompts.files]
         for where, teachers in named:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.store import ObjectStore
-from ml.model_files import file_header, tensor_files
+from ml.model_files import stored_tensors
 from schemas import keys
 from schemas.errors import ConfigError, ContractError
 from tasks.finished import past_stage
@@ -176,10 +176,10 @@ def _weights_of_0_1(session: Session) -> dict[str, str]:
 def weights_digest_of_0_1(folder: Path) -> str:
     """SHA-256 over each tensor's name, dtype, shape and bytes, in order of names."""
     whole = hashlib.sha256()
-    for name, path in sorted(tensor_files(folder).items()):
-        spec = file_header(path)[name]
+    for name, tensor in stored_tensors(folder).items():
+        spec = tensor.spec
         whole.update(keys.canonical_json([name, spec.dtype, list(spec.shape)]))
-        with open(path, "rb") as file:
+        with open(tensor.path, "rb") as file:
             file.seek(spec.start)
             left = spec.length
             while left and (part := file.read(min(left, _READ_BYTES))):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ml.model_config import ModelConfig
 from ml.model_files import (
     CONFIG,
     FP8_ROWS,
@@ -19,12 +20,13 @@ from ml.model_files import (
     read_config,
     stored_tensors,
 )
+from ml.train.batches import largest_frame_bytes
 from schemas.config import RunConfig
 from schemas.errors import ConfigError, ContractError, FormatError
 from tasks.text import Tokenizer
 
 __all__ = [
-    "ModelDigests", "check_precisions", "context_tokens", "model_digest", "model_digests", "resolve_model",
+    "ModelDigests", "check_models", "context_tokens", "model_digest", "model_digests", "resolve_model",
     "teacher_checks",
 ]  # fmt: skip
 
@@ -67,25 +69,76 @@ def teacher_checks(student: Path, teachers: Mapping[str, Path]) -> int:
     return tokenizer.vocab_size
 
 
-def check_precisions(student: Path, config: RunConfig) -> None:
-    """Raises ConfigError, naming the setting, for a model whose linears cannot have the values it is asked for, for a
-    student whose linears FP8 cannot multiply where training asks for that, and for one that is stored in MXFP4:
-    training needs float masters."""
+def check_models(student: Path, config: RunConfig) -> None:
+    """Refuses, before anything is sampled, what the shapes of the models say that a later stage could not do.
+
+    Raises ConfigError, naming the setting: an architecture or a setting of config.json that is not supported; linears
+    that cannot have the values that they are asked for, or that FP8 cannot multiply where training or the KL asks for
+    it; a student that is stored in MXFP4, since training needs float masters; responses that fit no context;
+    tensor-parallel ranks that cannot share the student; a loader without room for full packs.
+    """
+    models = {"student": (student, config.student.precision)}
+    models |= {f"teachers, {t.id}": (resolve_model(t.path), t.precision) for t in config.teachers}
+    shapes = {where: read_model_config(folder) for where, (folder, _) in models.items()}
+    _check_precisions(models, config.train.compute)
+    for where, shape in shapes.items():
+        if config.rollout.max_response_tokens >= shape.max_positions:
+            raise ConfigError(
+                "rollout.max_response_tokens", expected=f"less than {shape.max_positions} positions of {where}",
+                found=str(config.rollout.max_response_tokens),
+            )  # fmt: skip
+        if config.train.kl_precision != "exact" and shape.width % FP8_ROWS:
+            raise ConfigError(
+                "train.kl_precision", expected=f"models whose width is a multiple of {FP8_ROWS}, for products in FP8",
+                found=f"width {shape.width} of {where}", next_command='train.kl_precision = "exact"',
+            )  # fmt: skip
+    _check_tensor_parallel(shapes["student"], config.rollout.tensor_parallel)
+    _check_loader(config, {where: shape.width for where, shape in shapes.items() if where != "student"})
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Shape of the model in a folder. Raises as `ModelConfig.from_hf`."""
+    return ModelConfig.from_hf(read_config(folder), str(folder / CONFIG))
+
+
+def _check_precisions(models: Mapping[str, tuple[Path, str]], train_compute: str) -> None:
+    student = models["student"][0]
     if "quantization_config" in read_config(student):
         raise ConfigError(
             f"student.path {student}", expected="float weights to train on", found="MXFP4 weights",
             next_command="use the folder that it was made from",
         )  # fmt: skip
-    models = [("student", student, config.student.precision)]
-    models += [(f"teachers, {t.id}", resolve_model(t.path), t.precision) for t in config.teachers]
-    for where, folder, precision in models:
+    for where, (folder, precision) in models.items():
         packed = "quantization_config" in read_config(folder)
         if packed and precision != "mxfp4":
             raise ConfigError(f"{where}, precision", expected=f'"mxfp4", as {folder} is stored', found=repr(precision))
         if precision == "mxfp4" and not packed:
             _check_columns(folder, f"{where}, precision")
-    if config.train.compute == "fp8":
+    if train_compute == "fp8":
         _check_rows(student, "train.compute")
+
+
+def _check_tensor_parallel(shape: ModelConfig, ranks: int) -> None:
+    parts = {"KV heads": shape.kv_heads, "channels": shape.width, "feed-forward channels": shape.feed_forward}
+    for name, count in parts.items():
+        if count % ranks:
+            raise ConfigError(
+                "rollout.tensor_parallel", expected=f"a number of ranks that divides the student's {count} {name}",
+                found=str(ranks),
+            )  # fmt: skip
+
+
+def _check_loader(config: RunConfig, teacher_widths: Mapping[str, int]) -> None:
+    """Room in shared memory for a wave of full packs and one pack more, all response, of the widest teacher."""
+    where, width = max(teacher_widths.items(), key=lambda item: item[1])
+    needed = (config.train.ranks + 1) * largest_frame_bytes(config.dispatch.pack_tokens, width, len(teacher_widths))
+    if config.train.loader_bytes < needed:
+        raise ConfigError(
+            "train.loader_bytes",
+            expected=f"at least {needed} bytes: {config.train.ranks + 1} packs of {config.dispatch.pack_tokens} tokens "
+            f"of width {width} ({where})",
+            found=str(config.train.loader_bytes), next_command="raise train.loader_bytes",
+        )  # fmt: skip
 
 
 def _check_columns(folder: Path, where: str) -> None:

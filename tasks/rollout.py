@@ -16,7 +16,7 @@ from typing import Any
 from schemas import keys
 from schemas.config import RunConfig, compute_dtype
 from tasks.finished import StageResult
-from tasks.models import check_precisions, resolve_model, teacher_checks
+from tasks.models import check_models, resolve_model, teacher_checks
 from tasks.prompt_table import commit_prompts
 from tasks.prompts import prompts_of_iteration, split_prompts
 from tasks.rewards import check_verifiers
@@ -137,7 +137,7 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
     """
     config = session.config
     configured = resolve_model(config.student.path)  # every student of the run has its shapes and its tokenizer
-    check_precisions(configured, config)
+    check_models(configured, config)
     vocab_size = teacher_checks(configured, {t.id: resolve_model(t.path) for t in config.teachers})
     prompts, repeated = session.prompts
     if repeated:

@@ -114,6 +114,13 @@ def layout(frame: Frame) -> tuple[list[tuple[int, type[np.generic], tuple[int, .
     return out, offset
 
 
+def largest_frame_bytes(pack_tokens: int, width: int, num_teachers: int) -> int:
+    """Bytes that no frame of a pack exceeds, whatever its sequences. width: of the widest teacher."""
+    sequences = pack_tokens // 2
+    arrays = [4 * pack_tokens] * 2 + [4 * (sequences + 1)] + [4 * pack_tokens] * 4 + [2 * width * pack_tokens]
+    return sum(arrays) + _ALIGN_BYTES * (len(arrays) + num_teachers)
+
+
 def view(frame: Frame, data: memoryview) -> FrameArrays:
     """The frame's arrays over its bytes, without a copy."""
     arrays = [

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from schemas.errors import ConfigError, ContractError, FormatError, StageError, StoreError
 from tests.faults.bad_input import Site, answered, assert_goes_on, case, cure, cut
+from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark]
 
@@ -46,6 +47,16 @@ CONFIGURATION = [
          lambda s: s.set("train.compute=fp8")),
     case("temperature that fp32 does not hold", ConfigError, ("rollout.temperature", "1e-30"),
          lambda s: s.set("rollout.temperature=1e-39")),
+    case("more training ranks than slots", ConfigError, ("train.ranks", "dispatch.slots = 3", "found: 3"),
+         lambda s: s.set("train.ranks=3")),
+    case("responses that fill a pack", ConfigError, ("dispatch.pack_tokens", "found: 256"),
+         lambda s: s.set("rollout.max_response_tokens=256")),
+    case("responses that fill a context", ConfigError, ("rollout.max_response_tokens", "512 positions", "found: 512"),
+         lambda s: s.set("rollout.max_response_tokens=512", "dispatch.pack_tokens=4096")),
+    case("loader smaller than its packs", ConfigError, ("train.loader_bytes", "second", "found: 50000"),
+         lambda s: s.set("train.loader_bytes=50000")),
+    case("ranks that cannot share the student", ConfigError, ("rollout.tensor_parallel", "2 KV heads", "found: 3"),
+         lambda s: s.set("rollout.tensor_parallel=3")),
     case("override without a value", ConfigError, "SECTION.KEY=VALUE", lambda s: s.set("train.learning_rate")),
     case("run_id that leaves its folder", ConfigError, "run_id", lambda s: s.set("run_id=../other")),
     case("iteration out of range", ConfigError, "0 to 0", lambda s: s.command.__setitem__(-1, "7")),
@@ -93,6 +104,10 @@ MODELS = [
                     s.edit("second/config.json", vocab_size=200))),
     case("NaN in the weights", FormatError, ("model.norm.weight", "NaN"),
          lambda s: (s.tensors("student/model.safetensors", lambda t: t["model.norm.weight"].fill_(float("nan"))),None)),
+    case("teacher of an unknown architecture", ConfigError, ("second/config.json", "'gpt2'"),
+         lambda s: s.edit("second/config.json", model_type="gpt2")),
+    case("width that FP8 does not multiply", ConfigError, ("train.kl_precision", "width 40 of teachers, second"),
+         lambda s: (tiny_model(s.folder / "second", width=40), s.set("train.kl_precision=fp8"))),
     case("unknown architecture", ConfigError, "'gpt2'",
          lambda s: (s.edit("student/config.json", model_type="gpt2"),None)),
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ml.checkpoint import load_model, read_head
 from ml.model import PackedCausal, Transformer
 from ml.model_files import model_digest, read_config
+from ml.train.batches import Frame, HiddenRange, PackedSequence, largest_frame_bytes, layout
 from schemas.errors import ConfigError, ContractError, FormatError
 from tasks.demo_models import prepare_smollm2, tune_head
 from tasks.models import resolve_model, teacher_checks
@@ -36,6 +37,21 @@ def teacher(tmp_path) -> Path:
 
 def edit(path: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("lengths", [[(1, 1)] * 32, [(1, 63)], [(1, 20), (3, 40)], [(62, 2)]])
+def test_no_frame_of_a_pack_is_larger_than_the_bound(lengths):
+    widths = (48, 8, 24)
+    sequences = [
+        PackedSequence(
+            str(i), i % 3, 1.0, "", "", 0, prompt, 0, response, (HiddenRange("", 0, 0, response, widths[i % 3], ()),)
+        )
+        for i, (prompt, response) in enumerate(lengths)
+    ]
+    _, found = layout(Frame("train", 0, 0, 0, 1, tuple(sorted(sequences, key=lambda s: s.teacher_index))))
+    bound = largest_frame_bytes(64, 48, 3)
+    assert found <= bound
+    assert lengths != [(1, 63)] or found > 0.9 * bound, "the bound is not far off"
 
 
 def test_a_model_is_a_folder_with_a_config(student, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from flows.cli import main
 from ml.checkpoint import load_model
 from schemas import config
-from tasks.models import check_precisions
+from tasks.models import check_models
 from tasks.prompts import load_prompts
 from tasks.text import Tokenizer
 from tests.ml.test_mxfp4_loop import oracle_values
@@ -135,11 +135,11 @@ def test_a_report_on_nothing_is_refused(base, capsys):
 
 def test_a_student_whose_linears_fp8_cannot_multiply_is_named_before_anything_runs(base):
     settings = ["student.precision=mxfp4", "train.compute=fp8"]
-    check_precisions(base / "student", config.load(base / "run.toml", settings))
+    check_models(base / "student", config.load(base / "run.toml", settings))
     random_model(base / "narrow", "small", seed=1, num_attention_heads=8, num_key_value_heads=1, head_dim=8)
     run = config.load(base / "run.toml", [*settings, f"student.path={base / 'narrow'}"])
     with pytest.raises(config.ConfigError, match=r"train\.compute[^\0]*16 rows[^\0]*8 in model\.layers\.0.*k_proj"):
-        check_precisions(base / "narrow", run)
+        check_models(base / "narrow", run)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_precisions_that_a_folder_cannot_have_are_named_before_anything_runs(
     values["teachers"] = [{"id": "told", "path": str(base / teacher), "precision": precisions[1]}]
     run = config.parse(json.loads(json.dumps(values)))
     if message is None:
-        check_precisions(base / student, run)
+        check_models(base / student, run)
         return
     with pytest.raises(config.ConfigError, match=message):
-        check_precisions(base / student, run)
+        check_models(base / student, run)
