@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra import jars
+from infra import confine, jars
 from infra.spark import SparkChild
 from infra.store import ObjectStore, open_store
 from schemas.config import Spark
@@ -49,12 +49,22 @@ def examine(root: str, scratch: Path, shm_bytes: int, spark: Spark) -> Iterator[
     yield _answered("Java", jars.java)
     yield _room(scratch, _DISK_BYTES)
     yield _room(Path("/dev/shm"), shm_bytes)
+    yield _confinement()
     try:
         yield from check_store(open_store(root))
     except OpdError as error:
         yield _broken("object store", error)
         return
     yield _answered("Spark and Delta", lambda: _try_spark(root, scratch, spark))
+
+
+def _confinement() -> Promise:
+    """Kept in any case: runs go on without namespaces, and say so."""
+    why = confine.missing()
+    found = (
+        f"no namespaces ({why}): verifiers reach the network, and files and processes of this user" if why else "kept"
+    )
+    return Promise("verifiers apart from network and processes", True, found)
 
 
 def _broken(name: str, error: OpdError) -> Promise:

@@ -154,10 +154,21 @@ class Prompts(Section):
     files: tuple[PromptFile, ...] = ()
     per_iteration: int = Field(24, gt=0)
     heldout: int = Field(8, ge=0, description="prompts set apart: sampled each iteration, never trained on")
+    verifiers: tuple[str, ...] = operational(
+        (), description="package.module:function that rows may name, beside those of prompts.files and shipped ones"
+    )
+    verifier_env: tuple[str, ...] = operational((), description="environment variables that verifiers see, by name")
+    verifier_memory_bytes: int = operational(4 << 30, gt=0, description="address space of a verifier's process")
+    verifier_network: bool = operational(False, description="let verifiers reach the network, a judge for example")
     verifier_timeout_seconds: float = operational(10.0, gt=0, description="a verifier call is killed after this time")
     max_verifier_failures: int = operational(
         0, ge=0, description="failed verifier calls that a rollout partition may have; their rewards are null"
     )
+
+    @property
+    def named_verifiers(self) -> frozenset[str]:
+        """Verifiers of the user's that may be imported: rows name these or shipped ones, or are refused."""
+        return frozenset(self.verifiers) | {file.verifier for file in self.files if file.verifier}
 
     @model_validator(mode="after")
     def _some(self):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import json
+import operator
 import re
 import warnings
 from collections.abc import Callable
@@ -23,15 +25,128 @@ _DECORATION = re.compile(r"^(?:[\s*`\"'$]|\\[(\[])+|(?:[\s*`\"'$]|\\[)\]])+$")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 
 
+_MOST_DIGITS, _LARGEST_EXPONENT = 30, 1000
+#: What a formula may call.
+_FORMULAS = {
+    "Abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "exp", "ln", "log", "sec",
+    "sin", "sinh", "sqrt", "tan", "tanh",
+}  # fmt: skip
+
+
+def literal(text: str) -> Any:
+    """For eval of a list: a Python literal, nothing that runs. Raises ValueError or SyntaxError."""
+    return ast.literal_eval(text.strip())
+
+
+def integer(text: str) -> int:
+    """For eval of arithmetic on integers. Raises ValueError or SyntaxError for anything else."""
+
+    def value(node: ast.AST) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+            return _UNARY[type(node.op)](value(node.operand))
+        if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+            left, right = value(node.left), value(node.right)
+            if isinstance(node.op, ast.LShift | ast.RShift) and right > _LARGEST_EXPONENT:
+                raise ValueError(f"a shift by {right}")
+            return _BINARY[type(node.op)](left, right)
+        raise ValueError(f"no arithmetic on integers: {ast.dump(node)[:80]}")
+
+    return value(ast.parse(text.strip(), mode="eval").body)
+
+
+_UNARY: dict[type[ast.AST], Callable[[int], int]] = {
+    ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Invert: operator.invert,
+}  # fmt: skip
+_BINARY: dict[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+}  # fmt: skip
+
+
+def formula(text: str, *arguments: Any, **settings: Any) -> Any:
+    """For sympy's parse_expr, which evaluates its text as Python: numbers, names, + - * / **, and functions by name.
+
+    Raises ValueError for anything else, and for powers that take for ever.
+    """
+    import sympy
+
+    def check(node: ast.AST, exponent: float) -> None:
+        """exponent: bound of what the node's value is raised to in all."""
+        match node:
+            case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right):
+                check(left, exponent)
+                check(right, exponent)
+            case ast.BinOp(left, ast.Pow(), right):
+                for part in ast.walk(right):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, int | float):
+                        exponent *= max(1, abs(part.value))
+                    if isinstance(part, ast.Pow) or exponent > _LARGEST_EXPONENT:
+                        raise ValueError("a large power")
+                check(left, exponent)
+                check(right, 1)
+            case ast.UnaryOp(ast.UAdd() | ast.USub(), operand):
+                check(operand, exponent)
+            case ast.Call(ast.Name(name), [argument], []) if name in _FORMULAS:
+                check(argument, exponent)
+            case ast.Constant(int() | float() as number) if len(str(number)) <= _MOST_DIGITS:
+                pass
+            case ast.Name(name) if not name.startswith("_"):
+                pass
+            case _:
+                raise ValueError(f"no formula: {ast.dump(node)[:80]}")
+
+    check(ast.parse(text.strip(), mode="eval").body, 1)
+    return sympy.parse_expr(text, *arguments, **settings)
+
+
+class _SafeSympy:
+    """sympy, as a module sees it whose texts are parsed by `formula`."""
+
+    parse_expr = staticmethod(formula)
+
+    def __getattr__(self, name: str) -> Any:
+        import sympy
+
+        return getattr(sympy, name)
+
+
+#: Modules of reasoning-gym that evaluate text: the name that they do it by, and what stands under that name here, since
+#: the text is the model's or a prompt row's. None: what is evaluated is the package's own text, when prompts are made.
+EVALUATORS: dict[str, tuple[str, Any]] = {
+    "algebra.intermediate_integration": ("sympy", _SafeSympy()),
+    "algebra.polynomial_multiplication": ("sp", _SafeSympy()),
+    "algebra.simple_integration": ("sympy", _SafeSympy()),
+    "algorithmic.binary_matrix": ("eval", literal),
+    "algorithmic.number_sorting": ("eval", literal),
+    "algorithmic.spiral_matrix": ("eval", literal),
+    "algorithmic.string_insertion": ("eval", literal),
+    "arithmetic.basic_arithmetic": ("eval", None),
+    "arithmetic.bitwise_arithmetic": ("eval", integer),
+    "arithmetic.gsm_symbolic.generators_00_49": ("eval", None),
+    "arithmetic.gsm_symbolic.generators_50_99": ("eval", None),
+    "code.codeio": ("exec", None),
+    "games.countdown": ("parse_expr", formula),
+    "games.n_queens": ("eval", literal),
+    "games.puzzle24": ("parse_expr", formula),
+}
+
+
 @functools.cache
 def gym() -> ModuleType:
     """reasoning-gym, without the syntax warnings of what it imports. Raises ConfigError when it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
-            return importlib.import_module("reasoning_gym")
+            package = importlib.import_module("reasoning_gym")
+            for module, (name, safe) in EVALUATORS.items():
+                if safe is not None:
+                    setattr(importlib.import_module(f"reasoning_gym.{module}"), name, safe)
     except ImportError as error:
         raise ConfigError("prompts", expected="package reasoning-gym (extra: demo)", found=str(error)) from error
+    return package
 
 
 @functools.cache
@@ -71,10 +186,8 @@ def _form(pattern: str) -> Callable[[str, dict[str, Any]], bool]:
 
 def _makes_24(found: str, entry: dict[str, Any]) -> bool:
     """With each given number once. `found` holds digits and operators alone."""
-    import sympy
-
     numbers = sorted(int(number) for number in re.findall(r"\d+", found))
-    return numbers == sorted(entry["metadata"]["numbers"]) and sympy.parse_expr(found) == 24
+    return numbers == sorted(entry["metadata"]["numbers"]) and formula(found) == 24
 
 
 def _as_many(separator: str | None) -> Callable[[str, dict[str, Any]], bool]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from schemas import keys
 from schemas.config import FP32_LARGEST, FP32_SMALLEST, PromptFile, is_positive_fp32, nearest
 from schemas.errors import ConfigError, FormatError
+from tasks.verifiers import SHIPPED
 
 COLUMNS = ("messages", "text", "answer", "domain", "teachers", "verifier", "context")
 ROLES = ("system", "user", "assistant", "tool")
@@ -43,13 +44,16 @@ def file_source(file: PromptFile) -> str:
     return f"file:{keys.digest([keys.digest_bytes(data), file.content()])[:16]}"
 
 
-def file_rows(file: PromptFile, teacher_ids: Sequence[str]) -> list[dict[str, Any]]:
+def file_rows(
+    file: PromptFile, teacher_ids: Sequence[str], verifiers: Collection[str] = SHIPPED
+) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of the prompts table, without prompt_id, in the file's order; equal rows are still several.
 
-    Each one's source is file and line. Raises ConfigError (no such file, unknown or missing teacher) and FormatError
-    (bytes or a row that are not what this module's docstring says), naming file and line.
+    Each one's source is file and line. verifiers: names that rows may have. Raises ConfigError (no such file, unknown
+    or missing teacher, verifier that is not among them) and FormatError (bytes or a row that are not what this
+    module's docstring says), naming file and line.
     """
-    rows = [_row(file, teacher_ids, value, where) for where, value in _values(file)]
+    rows = [_row(file, teacher_ids, verifiers, value, where) for where, value in _values(file)]
     if not rows:
         raise FormatError(file.path, expected="at least one prompt", found="none")
     return rows
@@ -167,7 +171,9 @@ def _decimals_as_written(value: Any) -> Any:
     return value
 
 
-def _row(file: PromptFile, teacher_ids: Sequence[str], value: Any, where: str) -> dict[str, Any]:
+def _row(
+    file: PromptFile, teacher_ids: Sequence[str], verifiers: Collection[str], value: Any, where: str
+) -> dict[str, Any]:  # fmt: skip
     if not isinstance(value, dict):
         raise FormatError(where, expected="a JSON object", found=repr(value)[:100])
     for name in value:
@@ -184,7 +190,7 @@ def _row(file: PromptFile, teacher_ids: Sequence[str], value: Any, where: str) -
         "teachers": _teachers(file, teacher_ids, row, where),
         "messages": json.dumps(_messages(row, where)),
         "answer": _answer(row, where),
-        "verifier": _string(row, "verifier", where) or file.verifier or None,
+        "verifier": _verifier(row, verifiers, where) or file.verifier or None,
         "context": dump_json(_context(row, where)),
     }
 
@@ -224,6 +230,18 @@ def _string(row: dict[str, Any], name: str, where: str) -> str | None:
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise FormatError(f"{where}, {name}", expected="text that is not empty", found=repr(value)[:100])
     return value
+
+
+def _verifier(row: dict[str, Any], verifiers: Collection[str], where: str) -> str | None:
+    name = _string(row, "verifier", where)
+    if name is not None and name not in verifiers:
+        # Whoever publishes prompts must not choose what runs here on the text that a model answers them with.
+        raise ConfigError(
+            f"{where}, verifier", expected=f"a verifier that the configuration lists: one of {sorted(verifiers)}",
+            found=repr(name) + nearest(name, sorted(verifiers)),
+            next_command=f"if you trust it: [prompts] verifiers = [{json.dumps(name)}]",
+        )  # fmt: skip
+    return name
 
 
 def _messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from schemas.config import GymDataset, RunConfig, is_positive_fp32
 from schemas.errors import ConfigError
 from tasks.gym_scores import gym
 from tasks.prompt_files import file_rows
-from tasks.verifiers import GYM_VERIFIER
+from tasks.verifiers import GYM_VERIFIER, SHIPPED
 
 
 def _gym_rows(dataset: GymDataset, seed: int) -> list[dict[str, Any]]:
@@ -59,8 +59,9 @@ def read_prompts(config: RunConfig) -> tuple[list[dict[str, Any]], dict[str, int
     """
     rows: dict[str, dict[str, Any]] = {}
     repeated: dict[str, int] = {}
+    verifiers = config.prompts.named_verifiers | set(SHIPPED)
     for file in config.prompts.files:
-        for row in file_rows(file, config.teacher_ids):
+        for row in file_rows(file, config.teacher_ids, verifiers):
             first = rows.setdefault(_what_it_asks(row), row)
             if first is not row:
                 repeated[file.path] = repeated.get(file.path, 0) + 1

@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tasks.finished import StageResult
 from tasks.models import check_models, resolve_model, teacher_checks
 from tasks.prompt_table import commit_prompts
 from tasks.prompts import prompts_of_iteration, split_prompts
-from tasks.rewards import check_verifiers
+from tasks.rewards import VerifierSettings, check_verifiers, no_namespaces
 from tasks.room import Room
 from tasks.session import Session
 from tasks.stage import Stage, run_stage
@@ -122,10 +123,8 @@ def worker_settings(
         "seal_seconds": rollout.seal_seconds,
         "grace_seconds": rollout.grace_seconds,
         "dead_after_seconds": rollout.dead_after_seconds,
-        "verifier": {
-            "timeout_seconds": config.prompts.verifier_timeout_seconds,
-            "max_failures": config.prompts.max_verifier_failures,
-        },
+        "verifier": asdict(VerifierSettings.of(config.prompts)),
+        "max_verifier_failures": config.prompts.max_verifier_failures,
     }  # fmt: skip
 
 
@@ -149,7 +148,9 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
 
     def partitions() -> dict[int, Any]:
         groups = requests_of_iteration(session, iteration, tokenizer, prompts)
-        check_verifiers(prompt["verifier"] for prompt in prompts if prompt["verifier"] is not None)
+        check_verifiers(scoring, VerifierSettings.of(config.prompts))
+        if scoring and no_namespaces():
+            session.notes["verifiers run without namespaces, so with the network and your files"] = no_namespaces()
         commit_prompts(session, prompts)  # before an hour of sampling: the first call that needs Java
         size = config.rollout.prompts_per_partition
         return {

@@ -1,27 +1,26 @@
-"""The process that calls verifiers: `python -m tasks.verifier_calls`, one a rollout worker (tasks.rewards).
+"""The process that calls verifiers: `python -m tasks.verifier_calls SETTINGS`, one a rollout worker (tasks.rewards).
 
-It runs apart from the worker because nothing else can end a call that never returns.
+It runs apart from the worker because nothing else can end a call that never returns, and confined (infra.confine),
+because a verifier may run what a model wrote.
 
-    stdin   {"load": NAME} or {"call": NAME, "text": ..., "prompt": {...}}, one a line
-    stdout  {"value": x}, {"missing": why} or {"failed": why}, one a line; what a verifier prints goes to stderr
+    SETTINGS {"memory_bytes": n, "network": bool, "namespaces": bool}
+    stdin    {"load": NAME} or {"call": NAME, "text": ..., "prompt": {...}}, one a line
+    stdout   {"value": x}, {"missing": why} or {"failed": why}, one a line; what a verifier prints goes to stderr
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
 import random
-import signal
 import sys
 import traceback
 from typing import Any
 
+from infra.confine import run_confined
 from schemas.errors import OpdError
 from tasks.verifiers import load
-
-_PR_SET_PDEATHSIG = 1
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -43,16 +42,17 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"value": value} if math.isfinite(value) else {"failed": f"{value}, which is not finite"}
 
 
-def main() -> None:
-    if sys.platform == "linux":
-        # The end of stdin is not enough: a verifier that never returns would outlive its worker.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for line in sys.stdin:
+def _serve() -> None:
+    # A process that a verifier starts must neither read requests nor write answers.
+    requests = os.fdopen(os.dup(0))
+    answers = os.fdopen(os.dup(1), "w")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    for line in requests:
         answers.write(json.dumps(_answer(json.loads(line))) + "\n")
         answers.flush()
 
 
 if __name__ == "__main__":
-    main()
+    run_confined(_serve, **json.loads(sys.argv[1]))

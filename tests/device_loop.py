@@ -129,7 +129,8 @@ class Loop:
             "vocab_size": self.vocab_size, "threads": THREADS, "scratch": str(self.folder / f"{name}-scratch"),
             "engine": {"max_sequences": 64, "page_tokens": 64, "kv_bytes": 1 << 30}, "ranks": 1,
             "seal_seconds": 2.0, "grace_seconds": 20.0, "dead_after_seconds": 60.0,
-            "verifier": {"timeout_seconds": 30.0, "max_failures": 0}, "partitions": partitions,
+            "verifier": {"timeout_seconds": 30.0, "memory_bytes": 4 << 30}, "max_verifier_failures": 0,
+            "partitions": partitions,
         }  # fmt: skip
 
     def rollout_rows(self, name: str) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ class Site:
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2], "vocab_size": 259,
             "engine": {"max_sequences": 5, "page_tokens": 16, "kv_bytes": 1 << 22}, "ranks": 1, "threads": 1,
             "seal_seconds": 0.1, "grace_seconds": 20.0, "dead_after_seconds": DEAD_AFTER_SECONDS,
-            "verifier": {"timeout_seconds": 30.0, "max_failures": 0},
+            "verifier": {"timeout_seconds": 30.0, "memory_bytes": 4 << 30}, "max_verifier_failures": 0,
             "partitions": [{"partition": 3, "requests": requests}],
         }  # fmt: skip
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
 import random
+import socket
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 not_callable = 3
 
@@ -65,3 +71,57 @@ def never_leaves_c(_text: str, _prompt: dict) -> float:
 def as_told(text: str, prompt: dict) -> float:
     """Behaves like the verifier that the environment names."""
     return globals()[os.environ["OPD_TEST_VERIFIER"]](text, prompt)
+
+
+def environment(_text: str, prompt: dict) -> float:
+    """1 when anything of the prompt's answer is in this process's environment or in that of one around it."""
+    found = json.dumps(dict(os.environ))
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) not in (os.getpid(),):
+            with contextlib.suppress(OSError):
+                found += (folder / "environ").read_bytes().decode("utf-8", "replace")
+    return float(prompt["answer"] in found)
+
+
+def starts(text: str, _prompt: dict) -> float:
+    """Starts `sleep SECONDS` (the text) three ways, the last one in a session and under a parent of its own."""
+    command = ["sleep", text.rstrip("!")]
+    subprocess.Popen(command)
+    subprocess.Popen(command, start_new_session=True)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp(command[0], command)
+        os._exit(0)
+    os.wait()
+    time.sleep(0.3 if not text.endswith("!") else 600)
+    return 1.0
+
+
+def hoards(_text: str, _prompt: dict) -> float:
+    return float(len(bytearray(8 << 30)))
+
+
+def dials(text: str, _prompt: dict) -> float:
+    with socket.create_connection(("127.0.0.1", int(text)), timeout=5) as connection:
+        return float(connection.recv(1) == b"x")
+
+
+def reads_requests(_text: str, _prompt: dict) -> float:
+    return float(len(subprocess.run(["cat"], capture_output=True, timeout=5, check=True).stdout))
+
+
+def writes_a_large_file(_text: str, _prompt: dict) -> float:
+    with open(Path.home() / "large", "wb") as file:
+        file.truncate(2 << 30)
+    return 1.0
+
+
+def gains_rights(_text: str, _prompt: dict) -> float:
+    """How many of the things that only root of a namespace may do were done."""
+    libc, done = ctypes.CDLL(None), 0
+    done += libc.mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0
+    done += libc.sethostname(b"x", 1) == 0
+    done += libc.unshare(0x00020000) == 0
+    done += subprocess.run(["mount", "-t", "tmpfs", "none", "/tmp"], capture_output=True, check=False).returncode == 0
+    return float(done)

@@ -53,6 +53,8 @@ path = "second"
 [prompts]
 per_iteration = 3
 heldout = 1
+verifiers = ["tests.verifiers:as_told"]
+verifier_env = ["OPD_TEST_VERIFIER"]
 verifier_timeout_seconds = 5
 [[prompts.files]]
 path = "own.jsonl"

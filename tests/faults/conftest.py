@@ -68,7 +68,7 @@ def cured(stopped, tmp_path_factory) -> dict[str, Path]:
             student = student_of(session, None)
             rolled = rollout.rollout(session, 0, student)
             told = {"prompt rows that repeat an earlier one, each prompt counted once": "1 of own.jsonl"}
-            assert session.notes == told
+            assert told.items() <= session.notes.items()
             keep("rolled")
             taught = teach.teach(session, 0, rolled)
             planned = plan.dispatch(session, 0, rolled, taught)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.gym_scores import candidates, gym, score_response
+from tasks.gym_scores import EVALUATORS, _gym_dataset, candidates, formula, gym, score_response
 
 pytest.importorskip("reasoning_gym")
 
@@ -135,3 +139,53 @@ def test_text_that_is_no_number_is_wrong_and_no_failure():
 def test_a_marked_answer_stands_alone():
     assert candidates("12 <answer>13</answer> 14") == ["13"]
     assert candidates("12 \\boxed{\\frac{1}{2}} 14") == ["\\frac{1}{2}"]
+
+
+EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|parse_expr\(|sympify\(|\bsp\.S\(|parse_latex\(|\b__import__\(")
+
+
+def test_every_module_that_evaluates_text_is_known():
+    """The package's sources are the list: a new version that evaluates somewhere else fails here."""
+    folder = Path(gym().__file__ or "").parent
+    found = {
+        ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in folder.rglob("*.py")
+        if EVALUATES.search(path.read_text())
+    }
+    # It has a function of that name, which takes logical formulas apart and runs none.
+    assert found - {"logic.propositional_logic"} == set(EVALUATORS)
+
+
+HOSTILE = (
+    "__import__('pathlib').Path('{mark}').touch()", "[__import__('pathlib').Path('{mark}').touch()]",
+    "open('{mark}', 'w')", "exec(\"open('{mark}', 'w')\")", "().__class__.__base__", "x.__class__", "lambda: 0",
+    "[open('{mark}', 'w') for _ in [1]]", "sin.__globals__", "Symbol('x')", "9**9**9**9", "(9**100)**(9**100)",
+    "((((9**99)**99)**99)**99)**99", "9" * 5000, "factorial(10**10)", "2**(10**10)", "1 << 10**10",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", sorted(name.rpartition(".")[2] for name, (_, safe) in EVALUATORS.items() if safe))
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_scorer_runs_what_a_model_wrote(name, text, tmp_path):
+    mark = tmp_path / "mark"
+    text = text.format(mark=mark)
+    begun = time.monotonic()
+    for entry in entries(name)[:1]:
+        assert _gym_dataset(name).score_answer(text, entry) < 1.0
+        assert score(name, entry, text) < 1.0
+        # What a row of prompts names as the answer, the problem or the integrand is no more to be trusted.
+        changed = {k: text for k, v in entry["metadata"].items() if isinstance(v, str)} if entry["metadata"] else {}
+        spoilt = entry | {"answer": text, "metadata": entry["metadata"] | changed}
+        with contextlib.suppress(Exception):
+            _gym_dataset(name).score_answer("[1, 2]", spoilt)
+    assert not mark.exists()
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2*x**3 - x/2", "2*x**3 - x/2"), ("-exp(-x)*sin(2*x) + C", "C - exp(-x)*sin(2*x)"),
+                        ("(3 + 5)*6/2", "24"), ("log(x)**2", "log(x)**2"), ("x**(3/2)", "x**(3/2)")],
+)  # fmt: skip
+def test_formulas_are_read_as_sympy_reads_them(text, value):
+    assert str(formula(text)) == value

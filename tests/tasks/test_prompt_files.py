@@ -30,7 +30,8 @@ def jsonl(folder: Path, *rows: object, name: str = "own.jsonl") -> PromptFile:
 
 
 def run_config(*files: PromptFile, **changes) -> RunConfig:
-    values = {"per_iteration": 2, "heldout": 1, "files": [f.model_dump() for f in files]} | changes
+    values = {"per_iteration": 2, "heldout": 1, "files": [f.model_dump() for f in files], "verifiers": ["m:f"]}
+    values |= changes
     return config.parse(
         {
             "run_id": "t", "student": {"path": "x"}, "prompts": values,
@@ -63,7 +64,7 @@ def expected(file: PromptFile) -> list[dict]:
 
 
 def parsed(file: PromptFile) -> list[dict]:
-    rows = [{n: v for n, v in row.items() if n != "source"} for row in file_rows(file, ("a", "alpha"))]
+    rows = [{n: v for n, v in row.items() if n != "source"} for row in file_rows(file, ("a", "alpha"), {"m:f"})]
     return [r | {"messages": json.loads(r["messages"]), "context": json.loads(r["context"])} for r in rows]
 
 
@@ -304,3 +305,17 @@ def test_any_bytes_give_rows_or_one_error(tmp_path_factory, row, tail):
     for found in rows:
         keys.canonical_json(found).decode("utf-8")
         assert all(m["content"].strip() for m in json.loads(found["messages"]))
+
+
+def test_a_row_names_only_verifiers_that_the_configuration_lists(tmp_path, monkeypatch):
+    """And nothing that it names is imported: the module would leave a mark."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "hostile.py").write_text("from pathlib import Path\nPath('mark').touch()\n")
+    for name in ("builtins:eval", "hostile:f", "os:system", "own_rewards:exact "):
+        with pytest.raises(ConfigError, match=r"own\.jsonl, line 2, verifier") as caught:
+            file_rows(jsonl(tmp_path, TEXT, TEXT | {"verifier": name}), ("a",), {"own_rewards:exact"})
+        assert repr(name) in caught.value.found
+    assert not (tmp_path / "mark").exists()
+    rows = file_rows(jsonl(tmp_path, TEXT | {"verifier": "own_rewards:exact"}), ("a",), {"own_rewards:exact"})
+    assert rows[0]["verifier"] == "own_rewards:exact"

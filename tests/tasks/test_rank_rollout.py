@@ -56,7 +56,8 @@ def outcome(folder: Path, model: Path, partitions: list[dict[str, Any]]) -> dict
         "compute": "bf16", "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2],
         "vocab_size": 259, "engine": {"max_sequences": 5, "page_tokens": 16, "kv_bytes": 1 << 22}, "ranks": 1,
         "threads": 1, "seal_seconds": 0.1, "grace_seconds": 20.0, "dead_after_seconds": DEAD_AFTER_SECONDS,
-        "verifier": {"timeout_seconds": 30.0, "max_failures": 0}, "scoring": {}, "partitions": partitions,
+        "verifier": {"timeout_seconds": 30.0, "memory_bytes": 4 << 30}, "max_verifier_failures": 0,
+        "scoring": {}, "partitions": partitions,
     }  # fmt: skip
     path = folder / "work.json"
     path.write_text(json.dumps(work))

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict, replace
 
 import pytest
 
 from schemas.errors import ConfigError, StageError
-from tasks.rewards import CallFailedError, Rewarder, VerifierProcess, check_verifiers
+from tasks.rewards import CallFailedError, Rewarder, VerifierProcess, VerifierSettings, check_verifiers
 from tests.tiny import tiny_model
 
+SETTINGS = VerifierSettings(timeout_seconds=5.0, memory_bytes=2 << 30)
 PROMPT = {"prompt_id": "p1", "answer": "yes", "context": "{}"}
 
 
 @pytest.fixture
 def process():
-    with VerifierProcess(5.0) as started:
+    with VerifierProcess(SETTINGS) as started:
         yield started
 
 
@@ -31,7 +33,7 @@ def test_values_come_back_whatever_a_verifier_prints(process):
 def test_a_second_scoring_gives_the_same_value():
     values = []
     for _ in range(2):
-        with VerifierProcess(5.0) as process:
+        with VerifierProcess(SETTINGS) as process:
             values.append(
                 [process.call(f"tests.verifiers:{n}", "", PROMPT) for n in ("draws_lots", "hash_order", "draws_lots")]
             )
@@ -57,7 +59,7 @@ def test_a_failed_call_says_why_and_the_next_one_works(process, name, found):
 
 @pytest.mark.parametrize("name", ["sleeps", "never_leaves_c"])
 def test_a_call_that_does_not_return_is_killed(name):
-    with VerifierProcess(0.3) as process:
+    with VerifierProcess(replace(SETTINGS, timeout_seconds=0.3)) as process:
         process.load(f"tests.verifiers:{name}")
         assert process._process is not None
         pid = process._process.pid
@@ -81,14 +83,14 @@ def test_a_call_that_does_not_return_is_killed(name):
 )
 def test_a_verifier_that_is_not_there_is_a_config_error(name, found):
     with pytest.raises(ConfigError, match=r"package\.module:function") as caught:
-        check_verifiers(["reasoning_gym", name])
+        check_verifiers(["reasoning_gym", name], SETTINGS)
     assert found in caught.value.found
 
 
 def test_failures_are_an_error_unless_allowed_then_null_and_counted(model):
     def rewarder(allowed: int) -> Rewarder:
         return Rewarder(
-            {"student": {"folder": str(model)}, "verifier": {"timeout_seconds": 5.0, "max_failures": allowed}}
+            {"student": {"folder": str(model)}, "verifier": asdict(SETTINGS), "max_verifier_failures": allowed}
         )
 
     request = {"prompt": PROMPT | {"verifier": "tests.verifiers:fails"}}
