@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infra import leases
+from infra.terminal import tell
 from schemas import keys
 from tasks.finished import StageResult
 from tasks.prompt_table import prompt_entries
@@ -23,9 +24,11 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
 
     def execute(prefix: str, _todo: dict[int, Any]) -> None:
         owned = keys.partition_prefix(prefix, 0)
+        # The Spark child is at work as long as the call lasts, and the session's own lease moves with it.
         lease = leases.acquire(
-            session.store, owned, owner={"stage": "dispatch"}, dead_after_seconds=_DEAD_AFTER_SECONDS
-        )
+            session.store, owned, owner={"stage": "dispatch"}, dead_after_seconds=_DEAD_AFTER_SECONDS,
+            run_epoch=session.run_epoch, on_wait=tell,
+        )  # fmt: skip
         if isinstance(lease, leases.Finished):
             return
         with lease:

@@ -15,6 +15,7 @@ from typing import Any
 from infra import epochs, leases
 from infra.spark import SparkChild
 from infra.store import ObjectStore, open_store
+from infra.terminal import tell
 from schemas import keys
 from schemas.config import RunConfig
 from schemas.errors import ContractError, StoreError
@@ -27,6 +28,9 @@ from tasks.text import Tokenizer
 #: on_progress(stage, done, total, unit); total may grow.
 Progress = Callable[[str, int, int, str], None]
 RUN_LEASE_DEAD_AFTER_SECONDS = 20.0
+#: One step of a driver may take so long before it counts as hung: the digest of a model, the reading of all prompts, a
+#: stage's rows. While it waits for workers or for Spark it moves.
+_PATIENCE_SECONDS = 3600.0
 #: Folders of a run's scratch: local token logs; checkpoints in the middle of a plan.
 LOGS, TRAINING = "wal", "train"
 #: Locked, shared, by every driver of a run while it lives.
@@ -84,6 +88,11 @@ class Session:
         if self.lease is not None:
             self.lease.check()
 
+    def moves(self) -> None:
+        """The driver's work goes on; ContractError once it is known that another process has taken the run."""
+        if self.lease is not None:
+            self.lease.progress()
+
     @functools.cached_property
     def content(self) -> dict[str, Any]:
         """The configuration's content as the run knows it: without settings that its record lacks, at their default."""
@@ -94,6 +103,7 @@ class Session:
         """What the configured models were when the session began: `student`, and `teacher:ID` for each teacher."""
         found = {"student": model_digests(resolve_model(self.config.student.path))}
         for teacher in self.config.teachers:
+            self.moves()
             found[f"teacher:{teacher.id}"] = model_digests(resolve_model(teacher.path))
         return found
 
@@ -174,12 +184,14 @@ def open_session(
     store = open_store(config.data)
     owned = keys.run_lease(config.run_id)
     lease = leases.acquire(
-        store, owned, owner={"run": config.run_id}, dead_after_seconds=RUN_LEASE_DEAD_AFTER_SECONDS, wait=False
-    )
+        store, owned, owner={"run": config.run_id}, dead_after_seconds=RUN_LEASE_DEAD_AFTER_SECONDS, wait=False,
+        patience_seconds=_PATIENCE_SECONDS, on_wait=tell,
+    )  # fmt: skip
     if isinstance(lease, leases.Finished):
         raise ContractError(f"run {config.run_id}", expected="a run", found="a run lease that holds a manifest")
     life = life_of(store, config.run_id)
     with lease, spark_child(config, life) as spark:
+        spark.tick, spark.tell = lease.progress, tell
         session = Session(config, store, spark, progress, target, lease=lease, life=life)
         with _scratch_in_use(session):
             session.history = admit(session, from_iteration)

@@ -99,6 +99,7 @@ class Pool:
             looked = time.monotonic()
             while any(worker.left for worker in self.workers):
                 time.sleep(_POLL_SECONDS)
+                self.session.moves()
                 # While this process stood still nobody was watched.
                 passed, looked = min(time.monotonic() - looked, 1.0), time.monotonic()
                 for worker in self.workers:

@@ -41,7 +41,7 @@ class Stage:
         self._monkeypatch.setattr(
             workers, "RankCommand", lambda module, *rest: workers.launch.RankCommand("tests.poisoned_rollout", *rest)
         )
-        session = SimpleNamespace(scratch=self.site.folder / "node", progress=silent)
+        session = SimpleNamespace(scratch=self.site.folder / "node", progress=silent, moves=lambda: None)
         work = {k: v for k, v in self.site.work.items() if k != "partitions"}
         self.pool = Pool(session, "rollout", 0, work, {3: self.site.work["partitions"][0]}, 1)  # pyright: ignore
         self.pool.run(Limits(max_attempts=2, grace_seconds=5.0, **limits))  # pyright: ignore
