@@ -12,7 +12,7 @@
 // Invariant: K is summed in ascending steps of 16 in one fp32 sum, as in dense.py.
 //
 // Compile-time parameters: GROUPS; ROWS of x a block, a multiple of 16; TILES of 64 columns a slot of the ring (1, 2 or
-// 4); SLOTS; SETS, 2 or 4; and the text of an instruction with ROWS / 2 sums: SUMS, its constraints, and OPERANDS,
+// 4); SLOTS; SETS, 2 or 4; RESIDENT blocks a multiprocessor, 1 or more if they fit; and the text of an instruction with ROWS / 2 sums: SUMS, its constraints, and OPERANDS,
 // their names.
 // Letters: N rows of the weight, M rows of x, K columns of both.
 
@@ -234,7 +234,7 @@ __device__ __forceinline__ void multiply_rows(u32 group, u32 memory, unsigned sh
   store(sums, group, memory, y, first_n, first_m, rows, outputs);
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), RESIDENT)
     mxfp4_mm(const __grid_constant__ TensorMap x_map, const u32* words, const u32* exponents, unsigned short* y,
              u32 rows, u32 outputs, u32 column_tiles) {
   const u32 memory = shared_base();
@@ -254,11 +254,11 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   // The shuffle tells the compiler that a warp takes one way; else it makes products wait for each other.
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
   if (group == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (RESIDENT == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == 4 * GROUPS && elected())
       fetch(&x_map, words, exponents, memory, first_m, row_tile, (outputs + 63) / 64, column_tiles);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 1 ? 232 : 240));
+    if (RESIDENT == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 1 ? 232 : 240));
     multiply_rows(group, memory, y, (row_tile + group) * 64, first_m, rows, outputs, column_tiles);
   }
 }

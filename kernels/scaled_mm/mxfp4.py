@@ -34,7 +34,10 @@ SOURCE = Path(__file__).with_name("mxfp4.cu")
 
 @dataclass(frozen=True)
 class Block:
-    """Compile-time parameters of mxfp4.cu, which explains them, and the time of a wave of its blocks at K = 8192."""
+    """Compile-time parameters of mxfp4.cu, which explains them, and the time of a wave of its blocks at K = 8192.
+
+    Of several resident blocks a wave has no end that others wait for: parts of one count.
+    """
 
     rows: int
     groups: int
@@ -42,6 +45,7 @@ class Block:
     slots: int
     wave_us: float
     sets: int = 2
+    resident: int = 1
 
     @property
     def shared_bytes(self) -> int:
@@ -53,13 +57,13 @@ class Block:
         names = [f"%{i}" for i in range(sums + 5)]
         return {
             "ROWS": self.rows, "GROUPS": self.groups, "TILES": self.tiles, "SLOTS": self.slots,
-            "SETS": self.sets,
+            "SETS": self.sets, "RESIDENT": self.resident,
             "SUMS": ",".join(f'"+f"(sums[{i}])' for i in range(sums)),
             "OPERANDS": f'"{{{",".join(names[:sums])}}}, {{{",".join(names[sums:-1])}}}, {names[-1]}"',
         }  # fmt: skip
 
 
-#: What `block_for` chooses from: rows, groups, tiles, slots, microseconds (BENCH.md), sets of operands.
+#: What `block_for` chooses from: rows, groups, tiles, slots, microseconds (BENCH.md), sets of operands, resident.
 BLOCKS = (
     Block(16, 1, 4, 8, 12.5),
     Block(32, 1, 4, 8, 13.8),
@@ -70,6 +74,10 @@ BLOCKS = (
     Block(112, 1, 2, 6, 23.7, sets=4),
     Block(128, 1, 2, 5, 25.3, sets=4),
     Block(192, 1, 1, 8, 33.8, sets=4),
+    Block(16, 1, 4, 6, 22.0, resident=2),
+    Block(32, 1, 4, 4, 24.5, resident=2),
+    Block(48, 1, 4, 3, 24.8, resident=2),
+    Block(64, 1, 2, 5, 27.5, sets=4, resident=2),
     Block(48, 2, 4, 5, 25.1),
     Block(64, 2, 4, 4, 28.2),
     Block(96, 2, 2, 6, 36.6),
@@ -87,6 +95,8 @@ def block_for(rows: int, outputs: int, multiprocessors: int) -> Block:
 
     def us(block: Block) -> float:
         blocks = -(-outputs // (64 * block.groups)) * -(-rows // block.rows)
+        if block.resident > 1:
+            return max(blocks / (multiprocessors * block.resident), 1) * block.wave_us
         return -(-blocks // multiprocessors) * block.wave_us
 
     return min(BLOCKS, key=us)

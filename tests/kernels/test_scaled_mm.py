@@ -339,8 +339,10 @@ def test_blocks_take_as_many_rows_as_make_few_waves():
 
     chosen = {rows: block_for(rows, 8192, 132).rows for rows in (1, 16, 17, 32, 64, 65, 128, 129, 256, 300, 512)}
     assert chosen == {1: 16, 16: 16, 17: 32, 32: 32, 64: 64, 65: 80, 128: 128, 129: 192, 256: 128, 300: 160, 512: 256}
-    # Many rows of the weight: wider blocks rather than a second wave.
-    assert (block_for(64, 16384, 132).rows, block_for(64, 16384, 132).groups) == (64, 2)
+    # Many rows of the weight: two blocks at once, or wider ones, rather than a second wave.
+    assert [(b.rows, b.groups, b.resident) for b in (block_for(n, 16384, 132) for n in (16, 64, 128))] == [
+        (16, 1, 2), (64, 1, 2), (128, 2, 1),
+    ]  # fmt: skip
     # Few rows of the weight: more blocks rather than tall ones.
     assert [block_for(64, outputs, 132).rows for outputs in (512, 2048, 4096)] == [16, 16, 32]
     assert [block_for(256, outputs, 132).rows for outputs in (512, 2048, 4096)] == [16, 64, 128]
@@ -353,7 +355,7 @@ def test_blocks_compile_and_fit():
 
     for block in BLOCKS:
         assert b"mxfp4_mm" in compile_source(SOURCE, tuple(block.defines.items()))
-        assert block.shared_bytes <= 227 * 1024
+        assert block.resident * (block.shared_bytes + 1024) <= 228 * 1024
         assert block.rows % 16 == 0
         assert block.sets in (2, 4)
         # Sums of 64 rows of x are staged in a group's words.
