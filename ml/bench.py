@@ -16,6 +16,7 @@ BENCHES = {
 #: Of ml.rollout.engine_bench_gpu, which only a GPU machine should have to import.
 ROLLOUT_PARTS = (
     "decode", "prefill", "staggered", "log", "mxfp4", "bits", "resume", "partitions", "spill", "million",
+    "sizes",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from ml.bench_models import LLAMA_1B, SMOLLM2_135M, random_model
 from ml.model import Transformer
 from ml.rollout.engine import Finished, Request
 from ml.rollout.engine_bench import Run, random_requests, same
+from ml.rollout.sizes_bench import sizes_figures
 from ml.rollout.spill import SpilledKv, decode_kv
 
 LLAMA = LLAMA_1B | {"max_position_embeddings": 262144}
@@ -38,7 +39,13 @@ _TARGETS = {64: 30e3, 256: 70e3, 1024: 90e3}
 
 @functools.cache
 def _llama() -> Transformer:
-    return random_model(LLAMA, "bf16", "cuda")
+    return _chosen(random_model(LLAMA, "bf16", "cuda"))
+
+
+def _chosen(model: Transformer) -> Transformer:
+    """As a model that was loaded: its products are chosen."""
+    model.check_row_invariance()
+    return model
 
 
 #: In their order; ml.bench offers the names.
@@ -53,6 +60,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "partitions": lambda: partition_figures(_llama()),
     "spill": lambda: spill_figures(_llama(), 64, 512) | spill_figures(_llama(), 1, 32768),
     "million": lambda: million_figures(),
+    "sizes": sizes_figures,
 }
 
 
@@ -317,7 +325,7 @@ def _seconds_to_next_token(model: Transformer, part: Request, whole: Finished) -
 def mxfp4_figures(bf16: Transformer) -> dict[str, Any]:
     """The same decode with MXFP4 weights in the linears, and with bf16 ones."""
     bf16_ms = decode_figures(bf16, 64)["decode_step_ms_64"]["value"]
-    packed_ms = decode_figures(random_model(LLAMA, "mxfp4", "cuda"), 64)["decode_step_ms_64"]["value"]
+    packed_ms = decode_figures(_chosen(random_model(LLAMA, "mxfp4", "cuda")), 64)["decode_step_ms_64"]["value"]
     return {
         "mxfp4_decode_step_ms_64": figure(packed_ms, "ms", ""),
         "mxfp4_speedup_64": figure(bf16_ms / packed_ms, "x", ">= 1"),
@@ -329,7 +337,7 @@ def million_figures(tokens: int = 1 << 20, layers: int = 30) -> dict[str, Any]:
     sizes = {"max_position_embeddings": tokens, "num_hidden_layers": layers}
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model = random_model({**SMOLLM2_135M, **sizes}, "bf16", "cuda")
+    model = _chosen(random_model({**SMOLLM2_135M, **sizes}, "bf16", "cuda"))
     (request,) = random_requests(model, 1, tokens - 64, 64)
 
     def until(run: Run, count: int) -> None:
