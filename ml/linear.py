@@ -29,6 +29,7 @@ from kernels.scaled_mm import (
     join_mxfp4,
     mxfp4_mm,
     pack_mxfp4,
+    plain_mm,
     row_invariant_mm,
     row_invariant_mms,
     split_mxfp4,
@@ -193,7 +194,7 @@ class Linear(nn.Module):
             w_OI = weight_values(self.weight, self.precision, self.compute)
             if not torch.is_grad_enabled():
                 return row_invariant_mm(x_NI, w_OI, bias_O)
-            out_NO = x_NI @ w_OI.t()
+            out_NO = plain_mm(x_NI, w_OI)
         return out_NO if bias_O is None else out_NO + bias_O
 
     @property

@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kernels.scaled_mm.wide import wide
+
 
 def attend(q_NHC: torch.Tensor, k_NGC: torch.Tensor, v_NGC: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
     """o_NHC for the sequences at rows first : last of each span."""
+    if q_NHC.dtype == torch.bfloat16 and q_NHC.device.type == "cpu" and wide():
+        return attend(q_NHC.float(), k_NGC.float(), v_NGC.float(), spans).to(q_NHC.dtype)
     group = q_NHC.shape[1] // k_NGC.shape[1]
     # Repeated, and with a batch axis: otherwise torch takes the path that forms the whole matrix of scores.
     whole = q_NHC, k_NGC.repeat_interleave(group, 1), v_NGC.repeat_interleave(group, 1)

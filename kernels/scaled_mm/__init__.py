@@ -37,12 +37,23 @@ __all__ = [
     "join_mxfp4",
     "mxfp4_mm",
     "pack_mxfp4",
+    "plain_mm",
     "row_invariant_mm",
     "row_invariant_mms",
     "self_test",
     "split_mxfp4",
     "w4a8_mm",
 ]
+
+
+def plain_mm(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """y_MN = x_MK @ w_NK.T, both of one dtype, which is y's; differentiable, and not row-invariant: for training."""
+    if x_MK.dtype == torch.bfloat16 and x_MK.device.type == "cpu":
+        from kernels.scaled_mm.wide import WideProduct, wide
+
+        if wide():
+            return WideProduct.apply(x_MK, w_NK)  # pyright: ignore[reportReturnType]
+    return x_MK @ w_NK.t()
 
 
 def row_invariant_mm(

@@ -12,14 +12,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kernels.scaled_mm.wide import wide
+
 ROWS = 32
 _ALIGN_BYTES = 64
 
 
 def fixed_rows_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x @ w.T in dtype: x's own, or fp32, which takes bf16 operands in either dtype without rounding their sums."""
-    if dtype == x_MK.dtype:
-        return _products(x_MK, w_NK.to(dtype))
+    if dtype == torch.bfloat16 and wide():
+        return _products(x_MK.float(), w_NK.float()).to(dtype)
+    if dtype == x_MK.dtype or wide():
+        return _products(x_MK.to(dtype), w_NK.to(dtype))
     matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = matmul.fp32_precision
     # oneDNN may round both operands to bf16, which changes nothing here, and keeps fp32 sums: twice the fp32 speed.
