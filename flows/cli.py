@@ -436,6 +436,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         signal.signal(signal.SIGTERM, _on_sigterm)
+        if "data" in arguments:  # somebody sits and waits: not for as long as a run may (store_patience_seconds)
+            os.environ.setdefault("OPD_STORE_PATIENCE_SECONDS", "20")
         return _COMMANDS[arguments.command](arguments)
     except OpdError as error:
         print(f"\n{error}", file=sys.stderr)

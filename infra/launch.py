@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infra import waiting
 from schemas.errors import StoreError
 
 _PR_SET_PDEATHSIG = 1
@@ -141,6 +142,8 @@ class RankProcess:
     def _hear(self, message: dict[str, Any]) -> None:
         if message.get("event") == "error":
             self.error = message
+        elif message.get("event") == "waiting":
+            waiting.pass_on(f"rank {self.rank} is {message['text']}")
         try:
             self._on_message(self.rank, message)
         except Exception as error:

@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 import os
 import select
 import shutil
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra import jars, tables
-from infra.store import s3_endpoint
+from infra.store import patience_seconds, s3_endpoint
 from schemas.config import Spark
 from schemas.errors import ConfigError, OpdError, StageError, error_from_json
 
@@ -98,6 +99,8 @@ def _s3a_options() -> dict[str, str]:
     options = {
         "aws.credentials.provider": "software.amazon.awssdk.auth.credentials.DefaultCredentialsProvider",
         "create.conditional.enabled": "true",
+        # Pauses double from half a second: together they are about as long as the store's patience.
+        "retry.limit": str(round(math.log2(2 * patience_seconds() + 1))),
         # Bucket names in the host name need DNS entries that services of one's own seldom have.
         **({"endpoint": endpoint, "path.style.access": "true"} if endpoint else {}),
         **({"endpoint.region": region} if region else {}),

@@ -13,6 +13,7 @@ Every method raises StoreError for a cause outside this code, ConfigError for a 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
 import queue
@@ -27,10 +28,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from infra.threads import at_once
+from infra.waiting import Wait, waiting
 from schemas.errors import ConfigError, StoreError
 
 _T = TypeVar("_T")
 _TMP = ".tmp"
+#: Errors of a write that may pass: somebody makes room, a server of files comes back.
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT)
+_PATIENCE = "OPD_STORE_PATIENCE_SECONDS"
 Data = bytes | bytearray | memoryview
 #: Of a large object: what one request reads or writes.
 PART_BYTES = 32 << 20
@@ -110,13 +115,18 @@ class ObjectStore(Protocol):
         ...
 
 
-_patience_seconds = 300.0
-
-
 def set_patience(seconds: float) -> None:
-    """How long the calls of this process's stores, of those opened from now on, try when the store does not answer."""
-    global _patience_seconds
-    _patience_seconds = seconds
+    """How long calls are tried when the store does not answer: of stores opened from now on, here and in children."""
+    os.environ[_PATIENCE] = f"{seconds:g}"
+
+
+def patience_seconds() -> float:
+    """What `set_patience` said, here or in the parent process."""
+    text = os.environ.get(_PATIENCE, "300")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"environment {_PATIENCE}", expected="seconds", found=repr(text)) from None
 
 
 def open_store(root: str) -> ObjectStore:
@@ -133,7 +143,7 @@ def open_store(root: str) -> ObjectStore:
         raise ConfigError("root of the object store", expected="a folder or s3://BUCKET/PREFIX", found=repr(root))
     from infra.store_s3 import S3Store  # boto3 costs a third of a second, which local runs need not pay
 
-    return S3Store(bucket, prefix.strip("/"), _patience_seconds)
+    return S3Store(bucket, prefix.strip("/"), patience_seconds())
 
 
 class InTime:
@@ -235,11 +245,17 @@ def check_key(key: str) -> str:
 
 
 class LocalStore:
-    """Objects as files of one folder, for one machine or a file system that has atomic rename and hard links."""
+    """Objects as files of one folder, for one machine or a file system that has atomic rename and hard links.
+
+    A write that finds the disk full, or a server of files gone, is made anew from its first byte until the patience of
+    `patience_seconds` is over: nothing of it has been visible. Every other error, EIO above all, is raised at once: a
+    disk that fails does not heal.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
         self._root = Path(root).absolute()
+        self._patience_seconds = patience_seconds()
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
@@ -261,7 +277,7 @@ class LocalStore:
 
     def put(self, key: str, data: Data | Sequence[Data]) -> None:
         path = self._path(key)
-        with self._explained(key), self._written(data) as tmp:
+        with self._explained(key), self._written(key, data) as tmp:
             self._make_folder(path.parent)
             os.replace(tmp, path)
             _fsync_folder(path.parent)
@@ -272,7 +288,7 @@ class LocalStore:
             if path.is_file():
                 won = False
             else:
-                with self._written(data) as tmp:
+                with self._written(key, data) as tmp:
                     self._make_folder(path.parent)
                     try:
                         os.link(tmp, path)  # the one call that is atomic, exclusive and shows a whole file
@@ -319,7 +335,7 @@ class LocalStore:
             return []
         old = []
         # The age is told by the file system's clock, from a file made now, so that hosts with other clocks agree.
-        with self._explained(_TMP), self._written(b"") as probe:
+        with self._explained(_TMP), self._written(_TMP, b"") as probe:
             now = probe.stat().st_mtime
             for path in sorted(folder.iterdir()):
                 with contextlib.suppress(FileNotFoundError):  # a living writer has just finished
@@ -333,7 +349,9 @@ class LocalStore:
             (self._root / _TMP / name).unlink()
 
     def within(self, seconds: float) -> ObjectStore:
-        return InTime(self, seconds)
+        view = copy.copy(self)
+        view._patience_seconds = seconds
+        return InTime(view, seconds)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
@@ -352,22 +370,35 @@ class LocalStore:
             _fsync_folder(folder.parent)
 
     @contextlib.contextmanager
-    def _written(self, data: Data | Sequence[Data]) -> Iterator[Path]:
+    def _written(self, key: str, data: Data | Sequence[Data]) -> Iterator[Path]:
         """A file outside every listing that durably holds `data`; gone when the block ends, however it ends."""
-        folder = self._root / _TMP
-        self._make_folder(folder)
-        tmp = folder / f"{os.getpid()}-{uuid.uuid4().hex}"
+        tmp = self._root / _TMP / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
-            with open(tmp, "xb", buffering=0) as file:
+            with waiting(self._where(key), self._patience_seconds) as wait:
+                while not self._write(tmp, data, wait):
+                    pass
+            yield tmp
+        finally:
+            with contextlib.suppress(OSError):  # never in the place of the block's own error; upkeep removes it
+                tmp.unlink()
+
+    def _write(self, tmp: Path, data: Data | Sequence[Data], wait: Wait) -> bool:
+        """One try; False when it failed in passing and another one is worth it."""
+        try:
+            self._make_folder(tmp.parent)
+            with open(tmp, "wb", buffering=0) as file:
                 for part in [data] if isinstance(data, Data) else data:
                     rest = memoryview(part).cast("B")
                     while rest:
                         rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
-            yield tmp
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                tmp.unlink()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                tmp.unlink()  # its part of a full disk
+            if error.errno not in _PASSING or not wait.pause(str(error)):
+                raise
+            return False
+        return True
 
     @contextlib.contextmanager
     def _explained(self, key: str) -> Iterator[None]:

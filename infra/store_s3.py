@@ -17,9 +17,7 @@ import email.utils
 import hashlib
 import logging
 import os
-import random
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -38,18 +36,17 @@ from infra.store import (
     ObjectStore,
     UnfinishedWrite,
     check_key,
+    patience_seconds,
     s3_endpoint,
 )  # fmt: skip
 from infra.threads import at_once
+from infra.waiting import waiting
 from schemas.errors import ConfigError, FormatError, OpdError, StoreError
 from schemas.keys import digest_bytes
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 15.0
-#: A store that does not answer is spoken of after so long, and again each time.
-_WORD_SECONDS = 10.0
 _CONNECT_SECONDS, _READ_SECONDS = 10.0, 60.0
 #: Of the time that a call within so many seconds has: what one try may wait, so that there is a second one.
 _SHARE_OF_A_TRY = 0.45
@@ -73,11 +70,13 @@ _CHECKSUM_ADVICE = "AWS_REQUEST_CHECKSUM_CALCULATION=when_required (request_chec
 
 
 def client_settings() -> dict[str, str]:
-    """Endpoint, region and credentials as boto3 finds them (environment, profile, role), for another S3 client.
+    """Endpoint, region and credentials as boto3 finds them (environment, profile, role), and patience, for delta-rs.
 
-    Under their AWS_* names; secrets included, so never for a log. Raises ConfigError for a profile that is not there.
+    The former under their AWS_* names; secrets included, so never for a log. Raises ConfigError for a profile that is
+    not there.
     """
-    settings = {}
+    # By itself it gives up after ten tries: two seconds, where a connection is refused.
+    settings = {"max_retries": "1000", "retry_timeout": f"{patience_seconds():g}s"}
     if endpoint := s3_endpoint():
         # Services of a private network often speak plain HTTP, which clients refuse unless told.
         settings |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"}
@@ -117,7 +116,7 @@ class S3Store:
         self._client_lock = threading.Lock()
         self._client_of: tuple[int, Any] | None = None
         self._bucket_seen = False
-        self._patience_seconds, self._said = patience_seconds, 0.0
+        self._patience_seconds = patience_seconds
         self._sending = threading.BoundedSemaphore(_PARTS_IN_MEMORY)
 
     def get(self, key: str) -> bytes:
@@ -373,34 +372,20 @@ class S3Store:
 
     def _retrying(self, key: str, call: Callable[[], _T]) -> _T:
         """The call's answer; what can pass by itself is tried again, with growing random pauses, as patience lasts."""
-        started, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                answer = call()
-            except (aws.BotoCoreError, aws.ClientError, HTTPError, OSError, _Replaced) as error:
-                waited, wait = time.monotonic() - started, random.uniform(pause / 2, pause)
-                if not _passes(error) or waited + wait > self._patience_seconds:
-                    raise self._failed(key, error, waited) from error
-                if isinstance(error, (aws.HTTPClientError, HTTPError)):
-                    # Connections that were opened together are forgotten together: the next try opens a fresh one.
-                    self._client().close()
-                self._say(key, error, waited)
-                pause = min(_LONGEST_PAUSE_SECONDS, 2 * pause)
-                time.sleep(wait)
-            else:
-                self._bucket_seen = True
-                return answer
-
-    def _say(self, key: str, error: Exception, waited: float) -> None:
-        """No long wait without a word, and one for all of the store's calls that wait at once."""
-        now = time.monotonic()
-        if waited < _WORD_SECONDS or now - self._said < _WORD_SECONDS:
-            _log.info("%s: tried again: %s", self._where(key), error)
-            return
-        self._said = now
-        left = self._patience_seconds - waited
-        _log.warning("%s: the store does not answer since %.0f s: %s; trying for %.0f s more",
-                     self._where(key), waited, error, left)  # fmt: skip
+        with waiting(self._where(key), self._patience_seconds) as wait:
+            while True:
+                try:
+                    answer = call()
+                except (aws.BotoCoreError, aws.ClientError, HTTPError, OSError, _Replaced) as error:
+                    if isinstance(error, (aws.HTTPClientError, HTTPError)):
+                        # Connections that were opened together are forgotten together: the next try opens a fresh one.
+                        self._client().close()
+                    _log.info("%s: %s", self._where(key), error)
+                    if not _passes(error) or not wait.pause(str(error)):
+                        raise self._failed(key, error, wait.seconds) from error
+                else:
+                    self._bucket_seen = True
+                    return answer
 
     def _where(self, key: str) -> str:
         return f"{self.root}/{key}"

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 DATABASE = "opd"
 VERSION_PROPERTY = "opd.schemaVersion"
+_LOG_ENDS = (".json", ".checkpoint.parquet")
 _LEASE_SECONDS = 30.0
 _LOCK_SECONDS = 300.0
 #: Who waits for a lock says so as often.
@@ -76,8 +77,8 @@ def arrow_schema(table: Table) -> pa.Schema:
 
 
 def table_exists(root: str, table: str) -> bool:
-    with _readable(root, table):
-        return deltalake.DeltaTable.is_deltatable(table_uri(root, table), _storage_options(root))
+    # Not asked of delta-rs, which would stop all threads of this process, heartbeats too, until the store answers.
+    return any(key.endswith(_LOG_ENDS) for key in open_store(root).list(f"tables/{table}/_delta_log/"))
 
 
 def _storage_options(root: str) -> dict[str, str] | None:

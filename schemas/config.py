@@ -284,6 +284,9 @@ class RunConfig(Section):
         "data", min_length=1, description="root of objects and tables: folder or s3://BUCKET/PREFIX"
     )
     scratch: str = operational("scratch", min_length=1, description="local folder: logs, work files, model copies")
+    store_patience_seconds: float = operational(
+        300.0, gt=0, description="how long a call is tried again when the store of the data does not answer"
+    )
     student: Student
     teachers: tuple[Teacher, ...] = Field(min_length=1)
     prompts: Prompts

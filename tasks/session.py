@@ -14,7 +14,7 @@ from typing import Any
 
 from infra import epochs, leases
 from infra.spark import SparkChild
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore, open_store, set_patience
 from infra.terminal import tell
 from schemas import keys
 from schemas.config import RunConfig
@@ -181,6 +181,7 @@ def open_session(
 
     Raises ContractError for a live run or a changed configuration, StoreError for a folder that cannot be used.
     """
+    set_patience(config.store_patience_seconds)
     store = open_store(config.data)
     owned = keys.run_lease(config.run_id)
     lease = leases.acquire(

@@ -156,6 +156,8 @@ class Pool:
             worker.silent_seconds = 0.0
             if self.suspects[partition].reported(message["tokens"], message["running"], message["positions"]):
                 worker.still_seconds = 0.0
+        elif event == "waiting":
+            worker.still_seconds = worker.silent_seconds = 0.0  # the store's fault, and no trajectory's
         elif event == "resumed":
             self._resumed(partition, message)
         elif event == "progress":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import leases
-from infra.store import LocalStore
+from infra.store import LocalStore, open_store
 from ml.model_files import model_digest
 from schemas import keys
 from schemas.errors import StoreError
@@ -28,12 +28,16 @@ PREFIX = keys.stage_prefix("kills", 0, "rollout", "f" * 64)
 OWNED = keys.partition_prefix(PREFIX, 3)
 
 
-def run_worker(work: str, said: str, errors: str, pause: str, spill_seconds: float, refuse_spills: int) -> None:
+def run_worker(
+    work: str, said: str, errors: str, pause: str, spill_seconds: float, refuse_spills: int, settings: dict[str, str]
+) -> None:
     """In the worker: its output into files; `pause` names a signal that it sends itself before it would finish.
 
-    spill_seconds: that the store takes for each spill. refuse_spills: N: every N-th is refused; 0: none.
+    spill_seconds: that the store takes for each spill. refuse_spills: N: every N-th is refused; 0: none. settings: of
+    the environment, which the server of forks does not share.
     """
     redirect(said, errors)
+    os.environ |= settings
     from tasks.ranks import rollout
 
     if spill_seconds or refuse_spills:
@@ -61,9 +65,12 @@ def run_worker(work: str, said: str, errors: str, pause: str, spill_seconds: flo
 class Site:
     """A root folder and workers on it. `scratch` is the disk of one node."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.store = folder, LocalStore(folder / "data")
+    def __init__(self, folder: Path, model: Path, root: str | None = None) -> None:
+        """root: of the data; None: a folder beside the workers' own."""
+        root = root or str(folder / "data")
+        self.folder, self.store = folder, open_store(root)
         self.acknowledged: dict | None = None
+        self.settings: dict[str, str] = {}
         self._starts = 0
         requests = []
         for i in range(9):
@@ -75,7 +82,7 @@ class Site:
                 "prompt": {"prompt_id": f"prompt{i // 3}", "verifier": "tests.verifiers:count_letters"},
             })  # fmt: skip
         self.work = {
-            "root": str(folder / "data"), "run_id": "kills", "iteration": 0, "stage_prefix": PREFIX, "scoring": {},
+            "root": root, "run_id": "kills", "iteration": 0, "stage_prefix": PREFIX, "scoring": {},
             "student": {"folder": str(model), "precision": "bf16", "digest": model_digest(model)},
             "compute": "bf16",
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2], "vocab_size": 259,
@@ -91,7 +98,7 @@ class Site:
         work = self.work | {"scratch": str(self.folder / scratch), "partitions": [entry, *self.work["partitions"][1:]]}
         path = self.folder / f"work{self._starts}.json"
         path.write_text(json.dumps(work))
-        return Run(path, pause, spill_seconds, refuse_spills)
+        return Run(path, pause, spill_seconds, refuse_spills, self.settings)
 
     def result(self) -> tuple[bytes, list[dict], str]:
         """(shard, rows, digest of content columns) of the finished partition, its digests checked."""

@@ -29,6 +29,10 @@ from ml.rollout.wal_recovery import Recovered, base_segment
 from schemas.errors import ContractError, OpdError, StoreError
 
 Upload = Callable[[int, bytes], object]
+#: Sealed segments that wait for the store, on the local disk alone: then the sampler waits, too.
+_WAITING_BYTES = 1 << 30
+#: A log that is abandoned does not wait longer for an upload on its way, which ends with the process.
+_LAST_UPLOAD_SECONDS = 5.0
 _ROOM_BYTES = 1 << 20
 # A step waits as its five columns, to be encoded by whoever writes the group: the engine pays for copies alone.
 _Payload = bytes | list[np.ndarray]
@@ -174,6 +178,7 @@ class TokenLog:
         self._file_lock = threading.Lock()  # held to write or seal; taken before the other lock, never after it
         self._file: _SegmentFile | None = None
         self._uploads: queue.SimpleQueue[tuple[int, Path, int] | None] = queue.SimpleQueue()
+        self._waiting_bytes = 0
         self._sequence = self._acknowledged = self._sealed = self._stored = self._write_base(base)
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=f"token-log-{work.__name__}", daemon=True)
@@ -259,7 +264,10 @@ class TokenLog:
             self._work.notify()
 
     def wait_local(self, sequence: int) -> None:
-        """Commits everything appended so far and waits until `acknowledged` >= sequence."""
+        """Commits everything appended so far and waits until `acknowledged` >= sequence.
+
+        While a gigabyte of sealed segments waits for its upload it waits for the store, too.
+        """
         leads = self._acknowledged < sequence and not self._seal_due()  # the thread that seals must not starve
         if leads and self._file_lock.acquire(blocking=False):
             try:
@@ -270,7 +278,7 @@ class TokenLog:
                 self._file_lock.release()
         else:
             self.commit()
-        self._wait(lambda: self._acknowledged >= sequence)
+        self._wait(lambda: self._acknowledged >= sequence and self._waiting_bytes <= _WAITING_BYTES)
 
     def seal(self) -> None:
         """Commits, seals and uploads everything appended so far, and waits for it."""
@@ -299,8 +307,9 @@ class TokenLog:
             self._closing = True
             self._work.notify()
         self._uploads.put(None)
-        for thread in self._threads:
-            thread.join()
+        commits, sends = self._threads
+        commits.join()
+        sends.join(_LAST_UPLOAD_SECONDS)
         with self._file_lock:
             if self._file is not None:
                 self._file.abandon()
@@ -434,6 +443,8 @@ class TokenLog:
             self._sealed = file.last_sequence
             if self._upload is None:
                 self._stored = file.last_sequence
+            else:
+                self._waiting_bytes += file.size
             self._progress.notify_all()
         if self._upload is not None:
             self._uploads.put((file.header.segment, file.path, file.last_sequence))
@@ -441,8 +452,10 @@ class TokenLog:
     def _sends(self) -> None:
         while (item := self._uploads.get()) is not None:
             segment, path, last_sequence = item
+            data = path.read_bytes()
             if self._upload is not None:
-                self._upload(segment, path.read_bytes())
+                self._upload(segment, data)
             with self._progress:
                 self._stored = last_sequence
+                self._waiting_bytes -= len(data)
                 self._progress.notify_all()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infra import waiting
 from schemas.errors import OpdError
 
 Say = Callable[..., None]
@@ -21,11 +22,17 @@ def say(event: str, **facts: Any) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
+def _say_wait(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+    say("waiting", text=text)
+
+
 def run_rank(arguments: list[str], run: Callable[[dict[str, Any]], None]) -> int:
     """Runs `run` on the work of the file named by the only argument.
 
     Exit status: 0, or that of the OpdError, which the parent is told and the log shows.
     """
+    waiting.speak_through(_say_wait)
     try:
         run(json.loads(Path(arguments[0]).read_bytes()))
     except OpdError as error:

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flows import cli
-from infra import store as infra_store
 from schemas import config as run_config
 from schemas.errors import OpdError
 from tasks.session import open_session
@@ -87,12 +86,11 @@ class Site:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.patch = folder, patch
-        self.settings: list[str] = []
+        self.settings = ["store_patience_seconds=0.2"]
         self.command: list[str] = ["rollout", "run.toml", "--iteration", "0"]
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         patch.setenv("OPD_TEST_VERIFIER", "count_letters")
-        patch.setattr(infra_store, "_patience_seconds", 0.2)
 
     def arguments(self) -> list[str]:
         configured = "run.toml" in self.command

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import store_s3
+from infra import waiting
 from infra.store import ObjectStore, open_store
 from schemas import config as run_config
 from schemas.errors import StageError
@@ -84,7 +84,7 @@ def after(request, cured, tmp_path, monkeypatch) -> Iterator[Site]:
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_s3, "_FIRST_PAUSE_SECONDS", 0.005)
+    monkeypatch.setattr(waiting, "_FIRST_PAUSE_SECONDS", 0.005)
 
 
 @pytest.fixture

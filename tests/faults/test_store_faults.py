@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import boto3
 import pytest
 
-from infra import store as infra_store
 from infra.leases import Finished, Lease, acquire, finished
 from infra.store import ObjectStore, open_store
 from schemas.errors import ConfigError, FormatError, StoreError
@@ -105,7 +104,7 @@ def test_an_object_that_is_replaced_in_the_middle_of_a_read_is_never_mixed(
 def test_a_network_that_stays_broken_ends_in_one_error(
     direct: ObjectStore, lossy: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(infra_store, "_patience_seconds", 0.5)
+    monkeypatch.setenv("OPD_STORE_PATIENCE_SECONDS", "0.5")
     proxy.faults = [0] * 1000
     with pytest.raises(StoreError) as caught:
         open_store(direct.root).get("k")
@@ -149,7 +148,7 @@ def every_call(store: ObjectStore) -> list[Callable[[], object]]:
     ids=["secret", "key id", "none", "bucket", "endpoint"],
 )
 def test_wrong_settings_are_named_by_every_call(s3, monkeypatch: pytest.MonkeyPatch, settings, root, word):
-    monkeypatch.setattr(infra_store, "_patience_seconds", 0.1)
+    monkeypatch.setenv("OPD_STORE_PATIENCE_SECONDS", "0.1")
     for name, value in settings.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     for call in every_call(open_store(root or s3)):

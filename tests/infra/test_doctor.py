@@ -10,7 +10,6 @@ import pytest
 
 from flows import cli
 from infra import doctor
-from infra import store as infra_store
 from infra.doctor import check_store, examine, require_promises
 from infra.store import LocalStore, ObjectInfo, ObjectStore
 from schemas.config import Spark
@@ -151,7 +150,7 @@ def test_too_little_room_is_named(room: str, doctor_says, tmp_path: Path, monkey
 
 
 def test_a_service_that_does_not_answer_ends_the_examination(doctor_says, monkeypatch):
-    monkeypatch.setattr(infra_store, "_patience_seconds", 0.2)
+    monkeypatch.setenv("OPD_STORE_PATIENCE_SECONDS", "0.2")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "none")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
