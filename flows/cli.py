@@ -51,6 +51,12 @@ class _CommandLine(argparse.ArgumentParser):
         )  # fmt: skip
 
 
+def _root(text: str) -> str:
+    from schemas.root import DataRoot
+
+    return str(DataRoot.parse(text))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _CommandLine(
         prog="opd", description="On-policy distillation and RL of language models.", epilog=_EPILOG,
@@ -75,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         )  # fmt: skip
 
     def rooted(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--data", default="data", metavar="ROOT", help="root of objects and tables (default: data)")
+        sub.add_argument(
+            "--data", default="data", type=_root, metavar="ROOT", help="root of objects and tables (default: data)"
+        )
 
     run = command(
         "run", "run a campaign, or continue it",

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from schemas.config import RunConfig
+from schemas.root import DataRoot
 from tasks.finished import StageResult
 from tasks.wal import LogReport
 
@@ -91,7 +92,7 @@ def print_campaign(
         )
     for name, value in notes.items():
         console.print(f"{name}: {value}")
-    where = config.data if "://" in config.data else os.path.abspath(config.data)
+    where = DataRoot.parse(config.data).absolute
     option = "" if config.data == "data" else f" --data {config.data}"
     console.print(f"tables    {where}/tables (database opd)", highlight=False, soft_wrap=True)
     console.print(f'query     opd sql{option} "{READY_QUERY}"', highlight=False, soft_wrap=True)

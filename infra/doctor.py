@@ -21,6 +21,7 @@ from infra.store import ObjectStore, open_store
 from schemas.config import Spark
 from schemas.errors import ContractError, OpdError, StoreError
 from schemas.keys import digest_bytes
+from schemas.root import DataRoot
 
 _RACERS, _ROUNDS = 8, 3
 _DISK_BYTES = 2 << 30
@@ -92,7 +93,7 @@ def _room(folder: Path, needed_bytes: int) -> Promise:
 def _try_spark(root: str, scratch: Path, settings: Spark) -> str:
     """Starts Spark over the root's tables; on S3 it must create log entries conditionally, or commits can be lost."""
     with SparkChild(root, settings.model_dump(), scratch.absolute() / "logs" / "doctor.log") as spark:
-        if not root.startswith("s3://"):
+        if not DataRoot.parse(root).on_s3:
             spark.call("infra.spark:version")
             return "a session starts"
         store, key = open_store(root), f"doctor/{uuid.uuid4().hex}/00000000000000000000.json"
@@ -118,7 +119,7 @@ def check_store(store: ObjectStore) -> list[Promise]:
         with contextlib.suppress(OpdError):  # a failure to clean up is never the news
             for key in store.list(f"{prefix}/"):
                 store.delete(key)
-        if "://" not in store.root:
+        if not DataRoot.parse(store.root).on_s3:
             shutil.rmtree(Path(store.root) / prefix, ignore_errors=True)  # the empty folders
 
 

@@ -33,6 +33,7 @@ from infra import jars, tables
 from infra.store import patience_seconds, s3_endpoint
 from schemas.config import Spark
 from schemas.errors import ConfigError, OpdError, StageError, error_from_json
+from schemas.root import DataRoot
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -51,7 +52,7 @@ def session(root: str, settings: Spark) -> SparkSession:
     pinned jars.
     """
     jars.java()
-    on_s3 = root.startswith("s3://")
+    on_s3 = DataRoot.parse(root).on_s3
     jar_paths = jars.fetch(settings.jars, progress=lambda text: print(text, file=sys.stderr), s3=on_s3)
     # A Spark that the user has installed elsewhere would meet jars of another version.
     os.environ["SPARK_HOME"] = str(jars.pyspark_home())
@@ -124,7 +125,7 @@ def check_log(spark: SparkSession, *, root: str, key: str) -> str:
     java: Any = spark._jvm
     jvm_session: Any = spark._jsparkSession
     configuration = jvm_session.sparkContext().hadoopConfiguration()
-    path = java.org.apache.hadoop.fs.Path(f"s3a://{root.removeprefix('s3://').rstrip('/')}/{key}")
+    path = java.org.apache.hadoop.fs.Path(DataRoot.parse(root).for_spark(key))
     log_store = java.opd.ConditionalLogStore(configuration)
 
     def write(text: str) -> bool:

@@ -30,6 +30,7 @@ import numpy as np
 from infra.threads import at_once
 from infra.waiting import Wait, waiting
 from schemas.errors import ConfigError, StoreError
+from schemas.root import DataRoot
 
 _T = TypeVar("_T")
 _TMP = ".tmp"
@@ -130,20 +131,17 @@ def patience_seconds() -> float:
 
 
 def open_store(root: str) -> ObjectStore:
-    """The store at `root`: a local folder, or `s3://BUCKET/PREFIX`.
+    """The store at `root`, as schemas.root reads it.
 
     For S3, endpoint, region, credentials and checksum settings come from the standard AWS_* environment.
     Nothing is touched yet: a wrong bucket or key shows at the first call, as a StoreError.
     """
-    scheme, separator, rest = root.partition("://")
-    if root and not separator:
-        return LocalStore(Path(root))
-    bucket, _, prefix = rest.partition("/")
-    if scheme != "s3" or not bucket:
-        raise ConfigError("root of the object store", expected="a folder or s3://BUCKET/PREFIX", found=repr(root))
+    parsed = DataRoot.parse(root)
+    if not parsed.on_s3:
+        return LocalStore(Path(parsed.path))
     from infra.store_s3 import S3Store  # boto3 costs a third of a second, which local runs need not pay
 
-    return S3Store(bucket, prefix.strip("/"), patience_seconds())
+    return S3Store(parsed.bucket, parsed.prefix, patience_seconds())
 
 
 class InTime:

@@ -32,7 +32,8 @@ from infra.row_objects import check_announced, read_jsonl
 from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas import rows as rows_schema
-from schemas.errors import ConfigError, ContractError, OpdError, StoreError
+from schemas.errors import ContractError, OpdError, StoreError
+from schemas.root import DataRoot
 from schemas.rows import TABLES, Column, Table
 
 if TYPE_CHECKING:
@@ -64,12 +65,8 @@ on_wait: Callable[[str], object] = _log.warning
 
 def table_uri(root: str, table: str, *, for_spark: bool = False) -> str:
     """Where a table lies under a local or s3:// root, as delta-rs spells it, or as Spark does (s3a://)."""
-    scheme, separator, rest = root.partition("://")
-    if not separator:
-        return str(Path(root).resolve() / "tables" / table)
-    if scheme != "s3":
-        raise ConfigError(f"data root {root}", expected="a local folder or s3://BUCKET/PREFIX", found=f"{scheme}://")
-    return f"{'s3a' if for_spark else 's3'}://{rest.rstrip('/')}/tables/{table}"
+    parsed, name = DataRoot.parse(root), f"tables/{table}"
+    return parsed.for_spark(name) if for_spark else parsed.for_delta(name)
 
 
 def arrow_schema(table: Table) -> pa.Schema:
@@ -83,7 +80,7 @@ def table_exists(root: str, table: str) -> bool:
 
 def _storage_options(root: str) -> dict[str, str] | None:
     """delta-rs knows neither profiles nor boto3's settings: it is told what boto3 found."""
-    if "://" not in root:
+    if not DataRoot.parse(root).on_s3:
         return None
     from infra.store_s3 import client_settings  # boto3 costs a third of a second, which local runs need not pay
 
@@ -426,7 +423,7 @@ def _overtaken(store: ObjectStore, root: str, table: str, lease: leases.Lease, l
 
 @contextlib.contextmanager
 def _local_lock(root: str, table: str) -> Iterator[None]:
-    if "://" in root:
+    if DataRoot.parse(root).on_s3:
         yield
         return
     path = _lock_path(root, table)

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from schemas.errors import ConfigError
 from schemas.keys import check_run_id
+from schemas.root import DataRoot
 
 Precision = Literal["fp32", "bf16", "mxfp4"]
 
@@ -296,6 +297,11 @@ class RunConfig(Section):
     train: Train = Train.model_validate({})
     spark: Spark = Spark.model_validate({})
     drill: Drill = Drill.model_validate({})
+
+    @field_validator("data")
+    @classmethod
+    def _normal_root(cls, value: str) -> str:
+        return str(DataRoot.parse(value))
 
     @model_validator(mode="after")
     def _check(self):

@@ -20,6 +20,7 @@ from ml.rollout import wal_format as fmt
 from ml.rollout.wal_recovery import recover
 from schemas import keys
 from schemas.errors import ConfigError, FormatError
+from schemas.root import DataRoot
 
 _SUFFIX = ".seg"
 _NAMES = {
@@ -116,9 +117,10 @@ def _find(path: str) -> tuple[ObjectStore, dict[str, list[str]], bool]:
         store = open_store(folder or ".")
         if store.head(name) is not None:
             return store, {"": [name]}, True
-    if "://" not in path and not Path(path).is_dir():
+    root = DataRoot.parse(path)
+    if not root.on_s3 and not Path(root.path).is_dir():
         return open_store(path), {}, False
-    store, logs = open_store(path.rstrip("/")), {}
+    store, logs = open_store(path), {}
     for key in store.list(""):
         folder, _, name = key.rpartition("/")
         if name.endswith(_SUFFIX):
