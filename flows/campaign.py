@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from datetime import datetime
 from typing import Any
 
@@ -44,12 +43,9 @@ def reach_server() -> None:
         with get_client(sync_client=True) as client:
             client.raise_for_api_version_mismatch()
     except Exception as error:
-        where, found = (
-            re.sub(r"//[^/@\s]*@", "//", text).partition("\n")[0]  # without credentials
-            for text in (f"PREFECT_API_URL = {url}", str(error.__cause__ or error))
-        )
         raise StoreError(
-            where, expected=f"a Prefect {prefect.__version__} server", found=found,
+            f"PREFECT_API_URL = {url}", expected=f"a Prefect {prefect.__version__} server",
+            found=str(error.__cause__ or error).partition("\n")[0],
             safe="everything: nothing was started",
             next_command="prefect server start (--port if another program has it), or unset PREFECT_API_URL",
         ) from error  # fmt: skip

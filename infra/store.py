@@ -29,7 +29,7 @@ import numpy as np
 
 from infra.threads import at_once
 from infra.waiting import Wait, waiting
-from schemas.errors import ConfigError, StoreError
+from schemas.errors import ConfigError, StoreError, without_credentials
 from schemas.root import DataRoot
 
 _T = TypeVar("_T")
@@ -224,8 +224,18 @@ def read_parts(store: ObjectStore, key: str, size_bytes: int) -> memoryview:
 
 
 def s3_endpoint() -> str | None:
-    """URL of the S3 service by the standard environment; None stands for AWS itself."""
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+    """URL of the S3 service by the standard environment; None stands for AWS itself.
+
+    ConfigError for one with a user's name and password: no S3 client sends them, and all print them.
+    """
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+    if endpoint is not None and without_credentials(endpoint) != endpoint:
+        raise ConfigError(
+            "environment AWS_ENDPOINT_URL", expected="http(s)://HOST[:PORT]",
+            found=f"{endpoint}, with a user's name and password before it",
+            next_command="give keys by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, then the same command again",
+        )  # fmt: skip
+    return endpoint
 
 
 def check_key(key: str) -> str:

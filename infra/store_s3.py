@@ -279,6 +279,7 @@ class S3Store:
                     retries={"total_max_attempts": 1}, max_pool_connections=64, connect_timeout=connect,
                     read_timeout=read,
                 )  # fmt: skip
+                s3_endpoint()  # refused before the SDK prints it
                 try:
                     client = Session().client("s3", config=config)
                 except ValueError as error:  # of a malformed AWS_ENDPOINT_URL

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from schemas.errors import without_credentials
+
 WORD_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 15.0
@@ -115,7 +117,7 @@ def _speak() -> None:
                 continue
             _spoken = now
         with contextlib.suppress(Exception):  # who cannot be told, is not; the call goes on
-            _voice(str(wait))
+            _voice(without_credentials(str(wait)))
 
 
 def _forget() -> None:

@@ -6,7 +6,15 @@ Each kind has its own exit status, so that a scheduler can tell a typing mistake
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+
+_CREDENTIALS = re.compile(r"//[^/\s]*@")
+
+
+def without_credentials(text: str) -> str:
+    """The text with no user's name and password left in its URLs: of every message, one's own and foreign."""
+    return _CREDENTIALS.sub("//", text)
 
 
 class OpdError(Exception):
@@ -23,8 +31,9 @@ class OpdError(Exception):
     usually_next = "the same command again, once that is cured"
 
     def __init__(self, where: str, *, expected: str, found: str, safe: str = "", next_command: str = "") -> None:
-        self.where, self.expected, self.found = where, expected, found
-        self.safe, self.next_command = safe or self.usually_safe, next_command or self.usually_next
+        self.where, self.expected, self.found = map(without_credentials, (where, expected, found))
+        self.safe = without_credentials(safe or self.usually_safe)
+        self.next_command = without_credentials(next_command or self.usually_next)
         super().__init__(str(self))
 
     def __str__(self) -> str:
