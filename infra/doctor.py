@@ -8,6 +8,8 @@ would. So each promise is tested by what a breach would show.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import shutil
 import threading
 import uuid
@@ -16,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra import confine, jars
+from infra.owners import this_process
 from infra.spark import SparkChild
 from infra.store import ObjectStore, open_store
+from schemas import keys
 from schemas.config import Spark
 from schemas.errors import ContractError, OpdError, StoreError
 from schemas.keys import digest_bytes
@@ -109,12 +113,16 @@ def _try_spark(root: str, scratch: Path, settings: Spark) -> str:
     return "a session starts, and log entries are created once"
 
 
-def check_store(store: ObjectStore) -> list[Promise]:
-    """Try every promise. Raises StoreError only if the store cannot be written, read and cleaned at all."""
+def check_store(store: ObjectStore, rounds: int = _ROUNDS) -> list[Promise]:
+    """Try every promise, races `rounds` times. Raises StoreError only if the store cannot be written, read and cleaned
+    at all."""
     prefix = f"doctor/{uuid.uuid4().hex}"
     try:
         _write_and_read(store, prefix)
-        return [_tried(name, check, store, prefix) for name, check in _PROMISES.items()]
+        promises = {**_PROMISES, "one winner of a race": functools.partial(_race, rounds=rounds)}
+        if not DataRoot.parse(store.root).on_s3:
+            promises["file locks"] = _file_lock
+        return [_tried(name, check, store, prefix) for name, check in promises.items()]
     finally:
         with contextlib.suppress(OpdError):  # a failure to clean up is never the news
             for key in store.list(f"{prefix}/"):
@@ -123,9 +131,20 @@ def check_store(store: ObjectStore) -> list[Promise]:
             shutil.rmtree(Path(store.root) / prefix, ignore_errors=True)  # the empty folders
 
 
-def require_promises(store: ObjectStore) -> None:
-    """ContractError that names every broken promise."""
-    broken = [f"{promise.name}: {promise.found}" for promise in check_store(store) if not promise.kept]
+def rely_on(store: ObjectStore) -> None:
+    """At the start of every run: the promises are tried at the root's first one, and noted there.
+
+    A root of before the note, or of before a promise was known, is tried at its next start.
+    """
+    if store.head(keys.promises()) is None:
+        kept = require_promises(store)
+        store.put_if_absent(keys.promises(), keys.canonical_json({"kept": kept, "tried_by": this_process()}))
+
+
+def require_promises(store: ObjectStore) -> list[str]:
+    """Names of the promises, all kept; ContractError that names every broken one."""
+    promises = check_store(store, rounds=1)
+    broken = [f"{promise.name}: {promise.found}" for promise in promises if not promise.kept]
     if broken:
         raise ContractError(
             store.root,
@@ -134,6 +153,7 @@ def require_promises(store: ObjectStore) -> None:
             safe="nothing was started",
             next_command="opd doctor, with another store or a newer version of this one",
         )
+    return [promise.name for promise in promises]
 
 
 def _tried(name: str, check: Callable[[ObjectStore, str], str], store: ObjectStore, prefix: str) -> Promise:
@@ -170,9 +190,9 @@ def _create_once(store: ObjectStore, prefix: str) -> str:
     return "" if store.get(f"{prefix}/object") == b"first" else "the refused object is there"
 
 
-def _race(store: ObjectStore, prefix: str) -> str:
+def _race(store: ObjectStore, prefix: str, rounds: int = _ROUNDS) -> str:
     """Racers of several rounds; a service that checks first and then writes gives a round to more than one."""
-    for round_index in range(_ROUNDS):
+    for round_index in range(rounds):
         key = f"{prefix}/{round_index}"
         barrier = threading.Barrier(_RACERS)
         won: list[int] = []
@@ -184,6 +204,22 @@ def _race(store: ObjectStore, prefix: str) -> str:
         if len(won) != 1 or store.get(key) != b"%d" % won[0]:
             return f"{len(won)} winners of one key"
     return ""
+
+
+def _file_lock(store: ObjectStore, prefix: str) -> str:
+    """Commits to tables in a folder rely on flock, which some file systems of a network grant to everybody."""
+    path = Path(store.root) / prefix / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(path, "ab") as first, open(path, "ab") as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return ""
+            return "a lock was given to two"
+    except OSError as error:
+        return f"no lock: {error.strerror}"
 
 
 def _contend(store: ObjectStore, key: str, index: int, barrier: threading.Barrier, won: list[int]) -> None:

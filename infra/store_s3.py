@@ -51,6 +51,8 @@ _CONNECT_SECONDS, _READ_SECONDS = 10.0, 60.0
 #: Of the time that a call within so many seconds has: what one try may wait, so that there is a second one.
 _SHARE_OF_A_TRY = 0.45
 _CHUNK_BYTES = 1 << 16
+#: Of an object's end: more than the trailers of an upload in chunks (aws-chunked) take.
+_TRAILER_BYTES = 512
 #: The largest object that is one PutObject, which the service limits to 5 GB.
 _SINGLE_BYTES = 128 << 20
 #: The service's limit; parts of larger objects are larger.
@@ -123,6 +125,13 @@ class S3Store:
         check_key(key)
         data, metadata = self._read(key, 0, None)
         if (expected := metadata.get("opd-sha256", "")) and expected != (found := digest_bytes(data)):
+            if b"x-amz-checksum-" in data[-_TRAILER_BYTES:]:
+                raise StoreError(
+                    self._where(key), expected="the bytes that were put",
+                    found="them in a frame, with a checksum after them: this service keeps what only frames an upload",
+                    safe="nothing that was put here so: its bytes are not those of any object",
+                    next_command=f"{_CHECKSUM_ADVICE}, on an empty root",
+                )  # fmt: skip
             raise FormatError(self._where(key), expected=f"SHA-256 {expected}, as written", found=found,
                               safe="every other object", next_command="opd verify RUN")  # fmt: skip
         return bytes(data)

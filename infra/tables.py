@@ -298,7 +298,7 @@ def set_aside(root: str, table: str) -> str:
     store = open_store(root)
     kept = f"tables/.broken/{table}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:4]}"
     with _commit_lock(store, root, table):
-        if "://" not in root:
+        if not DataRoot.parse(root).on_s3:
             _forget_durable(root, table)
             table_files.move(Path(table_uri(root, table)), Path(root).resolve() / kept)
         else:
@@ -455,12 +455,12 @@ def _lock_path(root: str, table: str) -> Path:
 
 def _forget_durable(root: str, table: str) -> None:
     """What the lock file says of a table that stood here before."""
-    if "://" not in root:
+    if not DataRoot.parse(root).on_s3:
         _lock_path(root, table).write_text("")
 
 
 def _make_durable(root: str, table: str) -> None:
-    if "://" not in root:  # S3 answers when an object is durable
+    if not DataRoot.parse(root).on_s3:  # S3 answers when an object is durable
         table_files.sync(Path(table_uri(root, table)), _lock_path(root, table))
 
 

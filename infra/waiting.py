@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+from infra.terminal import tell
 from schemas.errors import without_credentials
 
 WORD_SECONDS = 10.0
@@ -88,13 +88,9 @@ def pass_on(text: str) -> None:
     _voice(text)
 
 
-def _on_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 _lock = threading.Lock()
 _waits: dict[int, Wait] = {}
-_voice: Callable[[str], object] = _on_stderr
+_voice: Callable[[str], object] = tell
 _spoken = -WORD_SECONDS
 _speaks = False
 

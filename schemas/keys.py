@@ -150,5 +150,23 @@ def run_name(run_id: str) -> str:
     return f"run-names/{run_id}.json"
 
 
+def promises() -> str:
+    """Which promises of the store were tried, once a root; another number when there are more of them."""
+    return "promises/000001.json"
+
+
+#: Keys that our programs put by way of uploads: large objects of partitions, rows of tables, and Spark's own files.
+_UPLOADED = re.compile(
+    rf"runs/{_RUN_ID.pattern}/[0-9]{{5}}/[a-z]+/[0-9a-f]{{16}}/(p[0-9]{{5}}/e[0-9]{{6}}/.+|tables/[a-z_]+-[0-9a-f]{{16}}\.jsonl)"
+    r"|prompts/.+\.jsonl"
+    r"|tables/(\.broken|prompts|trajectories|hidden_shards|plan|checkpoints|metrics|stage_runs)/.+"
+)
+
+
+def is_ours(key: str) -> bool:
+    """Whether an upload to this key, relative to the root, can be of this software: others may share the bucket."""
+    return _UPLOADED.fullmatch(key) is not None
+
+
 def table_lease(table: str) -> str:
     return f"table-leases/{table}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import epochs, leases
+from infra.doctor import rely_on
 from infra.spark import SparkChild
 from infra.store import ObjectStore, open_store, set_patience
 from infra.terminal import tell
@@ -183,6 +184,7 @@ def open_session(
     """
     set_patience(config.store_patience_seconds)
     store = open_store(config.data)
+    rely_on(store)
     owned = keys.run_lease(config.run_id)
     lease = leases.acquire(
         store, owned, owner={"run": config.run_id}, dead_after_seconds=RUN_LEASE_DEAD_AFTER_SECONDS, wait=False,

@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.leases import Finished
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore, UnfinishedWrite, open_store
 from schemas import keys
 from schemas.errors import ContractError
+from schemas.keys import is_ours
 from schemas.rows import TABLES
 from tasks.manifests import read_partition, read_stage
 from tasks.session import IN_USE, LOGS, TRAINING, life_of
@@ -195,8 +196,13 @@ def _delete(store: ObjectStore, what: str, run_id: str | None, found: Iterable[s
     return Collected(what, run_id, len(sizes), sum(sizes))
 
 
+def _is_ours(write: UnfinishedWrite) -> bool:
+    """A file of the store's own folder, or an upload (key, id) to a key of ours: a bucket has other users."""
+    return len(write.name) == 1 or is_ours(write.name[0])
+
+
 def _discard(store: ObjectStore, dry_run: bool) -> Collected:
-    found = store.unfinished_writes(STALE_SECONDS)
+    found = [write for write in store.unfinished_writes(STALE_SECONDS) if _is_ours(write)]
     for write in () if dry_run else found:
         store.discard(write)
     return Collected("unfinished writes", None, len(found), sum(write.size_bytes for write in found))

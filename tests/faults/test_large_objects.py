@@ -20,6 +20,7 @@ from tests.s3_proxy import Proxy
 
 pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("short_pauses")]
 MIB = 1 << 20
+KEY = "runs/r/00000/teach/0123456789abcdef/p00000/e000001/large"
 _UPLOADER = """
 import sys
 from infra import store_s3
@@ -41,7 +42,7 @@ def completing(**arguments):
     sys.stdin.read()
     return complete(**arguments)
 client.complete_multipart_upload = completing
-store.put("runs/r/large", bytes(17 << 20))
+store.put("runs/r/00000/teach/0123456789abcdef/p00000/e000001/large", bytes(17 << 20))
 """
 
 
@@ -54,7 +55,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("parts", [1, 3, 4, 5])
 def test_a_writer_that_is_killed_leaves_an_upload_that_upkeep_ends(direct: ObjectStore, parts: int):
     """After `parts` of its four parts, or before the object is complete."""
-    direct.put("runs/r/large", b"old")
+    direct.put(KEY, b"old")
     uploader = subprocess.Popen([sys.executable, "-c", _UPLOADER, direct.root, str(parts)],
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     assert uploader.stdout is not None
@@ -62,12 +63,12 @@ def test_a_writer_that_is_killed_leaves_an_upload_that_upkeep_ends(direct: Objec
         assert uploader.stdout.readline()
     uploader.kill()
     uploader.wait()
-    assert direct.get("runs/r/large") == b"old"
-    assert direct.list("") == ["runs/r/large"]
+    assert direct.get(KEY) == b"old"
+    assert direct.list("") == [KEY]
     sent = min(17, 5 * min(parts, 4)) * MIB
     (left,) = direct.unfinished_writes(0.0)
     assert left.size_bytes == sent
-    assert "runs/r/large" in left.where
+    assert KEY in left.where
     assert direct.unfinished_writes(3600.0) == []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(upkeep, "STALE_SECONDS", 0.0)
@@ -76,7 +77,7 @@ def test_a_writer_that_is_killed_leaves_an_upload_that_upkeep_ends(direct: Objec
             assert (line.num_objects, line.num_bytes) == (1, sent)
     assert direct.unfinished_writes(0.0) == []
     direct.discard(left)
-    assert direct.get("runs/r/large") == b"old"
+    assert direct.get(KEY) == b"old"
 
 
 @pytest.mark.usefixtures("small_parts")
