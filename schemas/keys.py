@@ -45,6 +45,12 @@ def prompt_id(columns: Mapping[str, Any]) -> str:
     return digest({k: v for k, v in columns.items() if k not in ("prompt_id", "source")})[:32]
 
 
+def is_prompt_id_of(columns: Mapping[str, Any]) -> bool:
+    """Is a row's prompt_id that of its content? In rows of version 0.1 the source was part of it."""
+    of_0_1 = digest({k: v for k, v in columns.items() if k != "prompt_id"})[:32]
+    return columns["prompt_id"] in (prompt_id(columns), of_0_1)
+
+
 def trajectory_id(run_id: str, iteration: int, prompt_id: str, sample_index: int) -> str:
     """Identity of one sampled sequence: 32 hexadecimal digits."""
     return digest([run_id, iteration, prompt_id, sample_index])[:32]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FORMAT = 2
 _COMPARED = ("config", "models", "prompt_files")
 #: Packages that turn prompts into ids and responses into rewards.
-_PACKAGES = ("jinja2", "reasoning-gym", "tokenizers")
+_PACKAGES = ("jinja2", "reasoning-gym", "tokenizers", "transformers")
 _READ_BYTES = 8 << 20
 
 

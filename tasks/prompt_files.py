@@ -40,7 +40,7 @@ def file_source(file: PromptFile) -> str:
     """
     data = _read(file)
     if Path(file.path).suffix.lower() == ".jsonl":
-        data = b"\n".join(line.strip() for line in data.removeprefix(_BOM).split(b"\n") if line.strip())
+        data = data.removeprefix(_BOM).replace(b"\r\n", b"\n")
     return f"file:{keys.digest([keys.digest_bytes(data), file.content()])[:16]}"
 
 

@@ -42,7 +42,7 @@ def prompt_entries(store: ObjectStore, prompts: list[dict[str, Any]]) -> list[di
             f"prompts, {missing[0]}", expected="an object of the store with it", found="none, after it was put"
         )
     needed = sorted({held[prompt_id] for prompt_id in wanted})
-    return [_entry(key, read_jsonl(store, PROMPTS, key)) for key in needed]
+    return [_entry(key, _rows(store, key)) for key in needed]
 
 
 def commit_prompts(session: Session, prompts: list[dict[str, Any]]) -> None:
@@ -57,10 +57,19 @@ def _held(store: ObjectStore) -> tuple[dict[str, str], FormatError | None]:
     damaged = None
     for key in store.list(_PREFIX):
         try:
-            held |= {row["prompt_id"]: key for row in read_jsonl(store, PROMPTS, key)}
+            held |= {row["prompt_id"]: key for row in _rows(store, key)}
         except FormatError as error:
             damaged = error
     return held, damaged
+
+
+def _rows(store: ObjectStore, key: str) -> list[dict[str, Any]]:
+    """Raises FormatError for bytes that are not rows, and for a row whose id is not that of its content."""
+    rows = read_jsonl(store, PROMPTS, key)
+    for row in rows:
+        if not keys.is_prompt_id_of(row):
+            raise FormatError(f"{key}, prompt {row['prompt_id']}", expected="the id of its content", found="another")
+    return rows
 
 
 def _add(store: ObjectStore, wanted: dict[str, dict[str, Any]]) -> None:

@@ -191,7 +191,7 @@ class _Repair:
         try:
             rows = read_jsonl(self.store, PROMPTS, key)
             sources = {row["source"] for row in rows}
-            wrong = [row["prompt_id"] for row in rows if keys.prompt_id(row) != row["prompt_id"]]
+            wrong = [row["prompt_id"] for row in rows if not keys.is_prompt_id_of(row)]
             if wrong or len(sources) != 1:
                 raise FormatError(
                     key, expected="prompts of one source, each with the id of its content",

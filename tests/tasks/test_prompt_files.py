@@ -104,8 +104,13 @@ def test_the_name_in_the_record_is_of_lines_and_settings_not_of_names(tmp_path):
     again = prompt_file(path=jsonl(tmp_path, *ROWS, name="copy.jsonl").path, domain="own", teachers=("a",))
     assert file_source(first) == file_source(again)
     assert file_source(first) != file_source(prompt_file(path=first.path, teachers=("alpha",)))
-    windows = b"\xef\xbb\xbf" + b"\r\n".join(raw(json.loads(json.dumps(row))) for row in ROWS) + b"\r\n\r\n"
-    Path(again.path).write_bytes(b"\n".join(map(raw, ROWS)))
+    lines = [raw(json.loads(json.dumps(row))) for row in ROWS]
+    windows = b"\xef\xbb\xbf" + b"\r\n".join(lines) + b"\r\n"
+    Path(again.path).write_bytes(b"\n".join(lines) + b"\n")
+    assert (
+        file_source(again)
+        == f"file:{keys.digest([keys.digest_bytes(Path(again.path).read_bytes()), again.content()])[:16]}"
+    )
     plain = file_source(again)
     Path(again.path).write_bytes(windows)
     assert file_source(again) == plain

@@ -85,6 +85,20 @@ def test_a_damaged_object_comes_back_or_is_named(tmp_path):
     assert prompt_entries(store, theirs) == [second], "what others hold damaged is no matter"
     with pytest.raises(FormatError, match=key):
         prompt_entries(store, file("c.jsonl", 1, 7))
+    store.put(key, whole.replace(b"question 2", b"question 9"))
+    assert prompt_entries(store, ours) == [first], "a row that is not the one its id names is damage too"
+    assert store.get(key) == whole
+
+
+def test_rows_of_version_0_1_stay_as_they_are(tmp_path):
+    store = open_store(str(tmp_path))
+    old = {name: value for name, value in prompt(1, "file:0123").items() if name != "prompt_id"}
+    old["prompt_id"] = keys.digest(old)[:32]
+    store.put("prompts/0123456789abcdef.jsonl", keys.canonical_json(old) + b"\n")
+    assert keys.is_prompt_id_of(old)
+    assert not keys.is_prompt_id_of(old | {"answer": "5"})
+    (entry,) = prompt_entries(store, file("a.jsonl", 1, 2))
+    assert entry["num_rows"] == 2, "the same prompt under its new id"
 
 
 @pytest.mark.spark
