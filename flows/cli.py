@@ -125,7 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     repair = command(
         "repair", "make whole again what a run's finished stages have made",
         "Tables that cannot be read are set aside, never deleted, and filled from the objects that manifests name, for "
-        "every run of the root; no model and no prompt file is needed. Exit status 1 when something stays broken.",
+        "every run of the root; no model and no prompt file is needed. Objects of RUN are hashed; a partition with "
+        "lost ones is revoked, and the next opd run CONFIG makes it anew and compares it with what it was. Exit status "
+        "1 when something is not whole in the end.",
     )  # fmt: skip
     repair.add_argument("run_id", metavar="RUN")
     repair.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")

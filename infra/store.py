@@ -420,7 +420,7 @@ def _explain(error: OSError, where: str) -> StoreError:
     safe = "every object written so far; this one is as it was before"
     if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR):
         return StoreError(where, expected="an object", found=f"none ({os.strerror(error.errno)})",
-                          safe="every other object", next_command="opd verify RUN")  # fmt: skip
+                          safe="every other object", next_command="opd repair RUN")  # fmt: skip
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StoreError(where, expected="room for the object", found=f"{error.strerror}", safe=safe,
                           next_command="free space there (df -h), then the same command again")  # fmt: skip

@@ -133,7 +133,7 @@ class S3Store:
                     next_command=f"{_CHECKSUM_ADVICE}, on an empty root",
                 )  # fmt: skip
             raise FormatError(self._where(key), expected=f"SHA-256 {expected}, as written", found=found,
-                              safe="every other object", next_command="opd verify RUN")  # fmt: skip
+                              safe="every other object", next_command="opd repair RUN")  # fmt: skip
         return bytes(data)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
@@ -402,7 +402,7 @@ class S3Store:
 
     def _missing(self, key: str) -> StoreError:
         return StoreError(self._where(key), expected="an object", found="none", safe="every other object",
-                          next_command="opd verify RUN")  # fmt: skip
+                          next_command="opd repair RUN")  # fmt: skip
 
     def _short(self, key: str, start: int, length: int | None, size: int | None = None) -> StoreError:
         if size is None:

@@ -106,6 +106,11 @@ def stage_folder(run_id: str, iteration: int, stage: str) -> str:
     return f"runs/{run_id}/{iteration:05d}/{stage}/"
 
 
+def revoked(stage_prefix: str) -> str:
+    """Which partitions of a finished stage have lost objects and are to be made anew."""
+    return f"{stage_prefix}/revoked.json"
+
+
 def stage_manifest(stage_prefix: str) -> str:
     return f"{stage_prefix}/manifest.json"
 

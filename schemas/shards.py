@@ -141,4 +141,4 @@ def check_block_crcs(rows: np.ndarray, crcs: list[int], where: str, block_rows: 
         if have != want:
             raise FormatError(f"{where}, block {index} (rows from {index * block_rows})",
                               expected=f"CRC {want:08x}", found=f"{have:08x}",
-                              safe="every other object", next_command="opd verify RUN")  # fmt: skip
+                              safe="every other object", next_command="opd repair RUN")  # fmt: skip

@@ -73,6 +73,12 @@ def read_partition(store: ObjectStore, stage_prefix: str, partition: int) -> Fin
     return found
 
 
+def read_revoked(store: ObjectStore, stage_prefix: str) -> dict[str, dict[str, Any]]:
+    """Partition -> {"epoch" of its manifest, "reason"}: what `opd repair` has found lost; empty for a whole stage."""
+    key = keys.revoked(stage_prefix)
+    return _read(store, key, {"*": {"epoch": int, "reason": str}}) if store.head(key) is not None else {}
+
+
 def read_identity(store: ObjectStore, key: str) -> dict[str, Any]:
     """What a stage of an iteration is under a run record."""
     return _read(store, key, _IDENTITY)

@@ -24,10 +24,14 @@ from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas.errors import ContractError, FormatError, OpdError, StageError, StoreError
 from schemas.rows import PROMPTS, TABLES, content_digest
-from tasks.manifests import read_stage
+from tasks.finished import past_stage
+from tasks.manifests import read_partition, read_revoked
+from tasks.objects import digest_of
+from tasks.records import read_history
 from tasks.session import RUN_LEASE_DEAD_AFTER_SECONDS, Progress, silent
 
-_STAGE_MANIFEST = re.compile(r"runs/([^/]+)/(\d{5})/([^/]+)/[^/]+/manifest\.json")
+REMAKE = "opd run CONFIG makes it anew, and compares it with what it was"
+_STAGE_MANIFEST = re.compile(r"runs/[^/]+/(\d{5})/([^/]+)/[^/]+/manifest\.json")
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,6 @@ class Finding:
     found: str
     done: str
     broken: bool = False
-
-
-class _Broken(Exception):
-    """What cannot be made whole here; its text says why."""
 
 
 def repair(
@@ -62,6 +62,7 @@ def repair(
         manifests = {run: list(repairing.in_force(run)) for run in runs}
         repairing.tables(manifests)
         repairing.slices(manifests)
+        repairing.objects(manifests[run_id])
     return repairing.findings
 
 
@@ -84,6 +85,14 @@ def _take(store: ObjectStore, runs: list[str], held: contextlib.ExitStack) -> di
     return live
 
 
+def _proves_itself(key: str, rows: list[dict[str, Any]]) -> bool:
+    """No manifest names an object of prompts: ids are digests of content, and its name holds that of all ids, but for
+    objects of version 0.1."""
+    name, _, mark = key.removesuffix(".jsonl").rpartition(".")
+    ids = [row["prompt_id"] for row in rows]
+    return all(map(keys.is_prompt_id_of, rows)) and (not name or keys.digest(ids)[:16] == mark)
+
+
 @dataclass
 class _Repair:
     root: str
@@ -102,33 +111,28 @@ class _Repair:
         would = "would be " if self.dry_run and not broken else ""
         self.findings.append(Finding(what, found, would + done, broken))
 
-    def broken(self, what: str, error: Exception) -> None:
-        told = f"expected {error.expected}, found {error.found}" if isinstance(error, OpdError) else str(error)
-        self.found(what, told, error.next_command if isinstance(error, OpdError) else "left as it is", broken=True)
+    def broken(self, what: str, error: OpdError) -> None:
+        self.found(what, f"{error.where}: expected {error.expected}, found {error.found}", error.next_command,
+                   broken=True)  # fmt: skip
 
     # --- manifests
 
     def in_force(self, run: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """(prefix, manifest) of each stage that counts as finished. One that cannot be read is broken for good."""
-        places: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
-        for key in self.store.list(keys.run_prefix(run) + "/"):
-            if place := _STAGE_MANIFEST.fullmatch(key):
-                try:
-                    manifest = read_stage(self.store, key)
-                except FormatError as error:
-                    self.broken(key, error)
-                    continue
-                places.setdefault((place[2], place[3]), []).append((key.removesuffix("/manifest.json"), manifest))
-        for (iteration, stage), found in sorted(places.items()):
-            matching = found if len(found) == 1 else [m for m in found if self._in_tables(m[1])]
-            if matching:
-                yield matching[0]
-            else:
-                self.broken(f"{stage} of iteration {int(iteration)}, run {run}",
-                            _Broken(f"{len(found)} finished stages, of which the tables hold none"))  # fmt: skip
-
-    def _in_tables(self, manifest: dict[str, Any]) -> bool:
-        return all(self._holds(table, entry) for table, entry in manifest["tables"].items())
+        try:
+            history = read_history(self.store, run)
+        except FormatError as error:
+            self.broken(f"run {run}", error)
+            return
+        found = map(_STAGE_MANIFEST.fullmatch, self.store.list(keys.run_prefix(run) + "/"))
+        for iteration, stage in sorted({(int(place[1]), place[2]) for place in found if place}):
+            try:
+                result = past_stage(self.store, history, run, iteration, stage)
+            except (FormatError, ContractError) as error:
+                self.broken(f"{stage} of iteration {iteration}, run {run}", error)
+                continue
+            if result is not None:
+                yield keys.stage_prefix(run, iteration, stage, result.fingerprint), result.manifest
 
     # --- tables
 
@@ -187,15 +191,14 @@ class _Repair:
         self.progress("slices", total, total, "slices")
 
     def _prompts(self, key: str) -> None:
-        """Rows of one source. No manifest names the object: each row proves itself by its id."""
+        """Rows of one source."""
         try:
             rows = read_jsonl(self.store, PROMPTS, key)
             sources = {row["source"] for row in rows}
-            wrong = [row["prompt_id"] for row in rows if not keys.is_prompt_id_of(row)]
-            if wrong or len(sources) != 1:
+            if len(sources) != 1 or not _proves_itself(key, rows):
                 raise FormatError(
-                    key, expected="prompts of one source, each with the id of its content",
-                    found=f"{len(sources)} sources, {len(wrong)} rows that have another id",
+                    key, expected="prompts of one source, each with the id of its content, all that its name counts",
+                    found=f"{len(rows)} rows of {len(sources)} sources, or another id",
                     next_command="opd run CONFIG of a run with these prompts writes them again",
                 )  # fmt: skip
         except FormatError as error:
@@ -232,3 +235,94 @@ class _Repair:
             return False
         whole = content_digest(TABLES[table], rows, observed=True)
         return len(rows) == entry["num_rows"] and whole == entry["whole_digest"]
+
+    # --- objects
+
+    def objects(self, manifests: list[tuple[str, dict[str, Any]]]) -> None:
+        """Hash what the run's partitions have written, and the rows that their stages have derived."""
+        todo = [(prefix, manifest, int(partition)) for prefix, manifest in manifests
+                for partition in sorted(manifest["partitions"], key=int)]  # fmt: skip
+        for index, (prefix, manifest, partition) in enumerate(todo):
+            self.progress("objects", index, len(todo), "partitions")
+            self._partition(prefix, manifest, partition)
+        self.progress("objects", len(todo), len(todo), "partitions")
+        for prefix, manifest in manifests:
+            for table, entry in manifest["tables"].items():
+                if len(entry["row_keys"]) == 1 and entry["row_keys"][0].startswith(f"{prefix}/tables/"):
+                    self._derived(table, entry)
+
+    def _partition(self, prefix: str, manifest: dict[str, Any], partition: int) -> None:
+        owned = keys.partition_prefix(prefix, partition)
+        try:
+            found = read_partition(self.store, prefix, partition)
+        except FormatError as error:
+            self.broken(owned, error)
+            return
+        if found is None:
+            self.found(owned, "revoked before, and not made anew since", REMAKE, broken=True)
+            return
+        rows_key, lost = found.manifest["rows_key"], []
+        for key, expected in ((e["key"], e["digest"]) for e in found.manifest["objects"]):
+            if (is_now := digest_of(self.store, key)) != expected:
+                lost.append(f"{key}: {is_now} instead of SHA-256 {expected}")
+        if not lost and (is_now := digest_of(self.store, rows_key)) != found.manifest["rows_digest"]:
+            if self._rows_again(owned, manifest, partition, found.manifest):
+                return
+            lost.append(f"{rows_key}: {is_now} instead of SHA-256 {found.manifest['rows_digest']}")
+        if lost:
+            self._revoke(prefix, manifest, partition, found.epoch, "; ".join(lost))
+
+    def _rows_again(
+        self, owned: str, manifest: dict[str, Any], partition: int, of_partition: dict[str, Any]
+    ) -> bool:  # fmt: skip
+        """Write a partition's rows from the table, when it holds them to the byte."""
+        key = of_partition["rows_key"]
+        for table, entry in manifest["tables"].items():
+            if key in entry["row_keys"] and self._holds(table, entry):
+                rows = tables.read_rows(self.root, table, entry["slice"])
+                own = [
+                    row for row in rows
+                    if row.get("partition", partition) == partition
+                    and row.get("object_key", owned + "/").startswith(owned + "/")
+                ]  # fmt: skip
+                data = b"".join(keys.canonical_json(row) + b"\n" for row in own)
+                if keys.digest_bytes(data) == of_partition["rows_digest"]:
+                    if not self.dry_run:
+                        self.store.put(key, data)
+                    self.found(key, "lost or damaged", f"written from opd.{table}")
+                    return True
+        return False
+
+    def _derived(self, table: str, entry: dict[str, Any]) -> None:
+        """Rows that a stage derived stand in the table as well: either makes the other good."""
+        (key,) = entry["row_keys"]
+        try:
+            rows = read_jsonl(self.store, TABLES[table], key)
+            if content_digest(TABLES[table], rows, observed=True) == entry["whole_digest"]:
+                return
+            found = "other rows than its manifest has"
+        except (FormatError, StoreError) as error:
+            found = error.found
+        if not self._holds(table, entry):
+            self.found(key, found, "neither the object nor the table holds its rows", broken=True)
+            return
+        if not self.dry_run:
+            rows = tables.read_rows(self.root, table, entry["slice"])
+            self.store.put(key, b"".join(keys.canonical_json(row) + b"\n" for row in rows))
+        self.found(key, found, f"written from opd.{table}")
+
+    def _revoke(self, prefix: str, manifest: dict[str, Any], partition: int, epoch: int, why: str) -> None:
+        owned = keys.partition_prefix(prefix, partition)
+        history = read_history(self.store, self.run_id)
+        if history.is_past(manifest["iteration"]):
+            self.found(
+                owned, why, "it belongs to an older record of the run, which nothing executes any more: take the "
+                f"objects from a backup, or opd run CONFIG --from-iteration {manifest['iteration']}", broken=True,
+            )  # fmt: skip
+            return
+        if not self.dry_run:
+            # The note first: who finishes the stage revokes what a killed repair has not.
+            noted = read_revoked(self.store, prefix) | {str(partition): {"epoch": epoch, "reason": why}}
+            self.store.put(keys.revoked(prefix), keys.canonical_json(noted))
+            leases.revoke(self.store, owned, epoch, why)
+        self.found(owned, why, f"revoked: {REMAKE}", broken=True)

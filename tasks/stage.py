@@ -19,7 +19,7 @@ from schemas import keys
 from schemas.errors import ContractError, FormatError, StageError
 from schemas.rows import TABLES, content_digest
 from tasks.finished import STAGES, StageResult, identity_at, past_stage
-from tasks.manifests import read_identity, read_partition, read_stage
+from tasks.manifests import read_identity, read_partition, read_revoked, read_stage
 from tasks.records import differences
 from tasks.session import Session
 
@@ -93,12 +93,7 @@ def run_stage(session: Session, stage: Stage) -> StageResult:
     if session.store.head(keys.stage_manifest(prefix)) is not None:  # of an older record, whose facts are the same
         _put_identity(session, key, known)
         return _read_finished(session, stage, prefix, now)
-    if session.target not in (None, (stage.iteration, stage.name)):
-        raise StageError(
-            f"{stage.name} of iteration {stage.iteration}", expected="a finished stage", found="no manifest",
-            safe="everything that the run has made",
-            next_command=f"opd {stage.name} CONFIG --iteration {stage.iteration}",
-        )  # fmt: skip
+    _refuse_unless_target(session, stage, "a finished stage", "no manifest")
     _put_identity(session, key, known)
     manifest = _execute(session, stage, prefix, known, partitions)
     return _committed(session, stage, prefix, manifest)
@@ -151,8 +146,53 @@ def _read_finished(session: Session, stage: Stage, prefix: str, facts: dict[str,
     made = {"config": facts["config"], "inputs": facts["inputs"], "scoring": manifest.get("scoring", facts["scoring"])}
     now = {"config": stage.config, "inputs": stage.inputs, "scoring": stage.scoring}
     _refuse(session, stage, made, json.loads(keys.canonical_json(now)))
+    if lost := read_revoked(session.store, prefix):
+        manifest = _made_anew(session, stage, prefix, manifest, lost)
     session.progress(stage.name, 1, 1, "already finished")
     return _committed(session, stage, prefix, manifest)
+
+
+def _made_anew(
+    session: Session, stage: Stage, prefix: str, manifest: dict[str, Any], lost: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The manifest of a finished stage after its revoked partitions were executed again: the same content, other keys.
+
+    Raises ContractError when another content came out; then the old manifest stays, and the partitions stay revoked.
+    """
+    _refuse_unless_target(session, stage, "objects that are whole", f"{len(lost)} partitions of which some are lost")
+    for index, found in lost.items():  # what a repair that was killed has noted and not come to
+        session.check_owner()
+        leases.revoke(session.store, keys.partition_prefix(prefix, int(index)), found["epoch"], found["reason"])
+    again = _execute(session, stage, prefix, {"fingerprint": manifest["fingerprint"]}, stage.partitions())
+    if again["output_digest"] != manifest["output_digest"]:
+        for index in lost:
+            partition = read_partition(session.store, prefix, int(index))
+            if partition is not None:
+                owned = keys.partition_prefix(prefix, int(index))
+                leases.revoke(session.store, owned, partition.epoch, "made anew with another content")
+        raise ContractError(
+            f"{stage.name} of iteration {stage.iteration}, partitions {', '.join(sorted(lost, key=int))}",
+            expected=f"the content that was lost: output {manifest['output_digest']}", found=again["output_digest"],
+            safe="the manifest and every other partition; what was made anew is revoked again",
+            next_command="the same command on the kind of device, and with the packages, that made it; or, to make it "
+            f"and all that follows anew: opd run CONFIG --from-iteration {stage.iteration}",
+        )  # fmt: skip
+    session.check_owner()
+    session.store.put(keys.stage_manifest(prefix), keys.canonical_json(again))
+    for table, entry in again["tables"].items():
+        commit(session, table, entry)
+    session.store.delete(keys.revoked(prefix))
+    session.notes[f"{stage.name} of iteration {stage.iteration}"] = f"{len(lost)} lost partitions were made anew, equal"
+    return again
+
+
+def _refuse_unless_target(session: Session, stage: Stage, expected: str, found: str) -> None:
+    if session.target not in (None, (stage.iteration, stage.name)):
+        raise StageError(
+            f"{stage.name} of iteration {stage.iteration}", expected=expected, found=found,
+            safe="everything that the run has made",
+            next_command=f"opd {stage.name} CONFIG --iteration {stage.iteration}",
+        )  # fmt: skip
 
 
 def _committed(session: Session, stage: Stage, prefix: str, manifest: dict[str, Any]) -> StageResult:
@@ -166,7 +206,7 @@ def _committed(session: Session, stage: Stage, prefix: str, manifest: dict[str, 
         if stored["output_digest"] != manifest["output_digest"]:
             raise ContractError(
                 manifest_key, expected=f"output {manifest['output_digest']}", found=stored["output_digest"],
-                safe="the stored manifest", next_command=f"opd verify {session.run_id}",
+                safe="the stored manifest", next_command=f"opd repair {session.run_id}",
             )  # fmt: skip
         manifest = stored
     return StageResult(stage.name, stage.iteration, manifest["fingerprint"], manifest["output_digest"], manifest)
@@ -239,7 +279,7 @@ def _read_rows(session: Session, key: str, expected_digest: str) -> list[dict[st
     if keys.digest_bytes(data) != expected_digest:
         raise FormatError(
             key, expected=f"SHA-256 {expected_digest}", found=keys.digest_bytes(data), safe="every other object",
-            next_command=f"opd verify {session.run_id}",
+            next_command=f"opd repair {session.run_id}",
         )  # fmt: skip
     try:
         return [json.loads(line) for line in data.decode("utf-8", "surrogatepass").split("\n") if line]

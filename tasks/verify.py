@@ -7,22 +7,22 @@ the report says how far the run is. It holds the rows of one iteration and a par
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from infra import tables
-from infra.store import PART_BYTES, ObjectStore, open_store
+from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas.errors import ContractError, OpdError
 from schemas.rows import TABLES, content_digest
+from tasks.finished import STAGES, past_stage
 from tasks.invariants import Check, check_hidden, check_plan, check_steps, check_taught, check_trajectories, in_a_line
 from tasks.manifests import read_partition, read_stage
+from tasks.objects import digest_of
+from tasks.records import read_history
 from tasks.session import Progress, silent
-
-STAGES = ("rollout", "teach", "dispatch", "train")
 
 _STAGE_KEY = re.compile(r"(?P<prefix>runs/[^/]+/(?P<iteration>\d{5})/(?P<stage>[^/]+)/[^/]+)/(?P<rest>.+)")
 _OWNED = re.compile(r"p(?P<partition>\d{5})/e(?P<epoch>\d{6})/(?P<name>.+)")
@@ -32,6 +32,8 @@ _BOOKKEEPING = re.compile(
 )
 
 Manifests = dict[tuple[int, str], list[dict[str, Any]]]
+#: None for one that stands and cannot be read.
+InForce = dict[tuple[int, str], dict[str, Any] | None]
 
 
 def verify(root: str, run_id: str, progress: Progress = silent) -> list[Check]:
@@ -44,24 +46,22 @@ def verify(root: str, run_id: str, progress: Progress = silent) -> list[Check]:
             f"run {run_id} in {root}", expected="a run", found=f"{runs}", next_command="opd run CONFIG"
         )  # fmt: skip
     manifests, whole = _manifests(store, listed)
+    current, whole = _in_force(store, run_id, manifests, whole)
     readable, tables_there = _readable_tables(root, manifests)
-    current, mismatched = [], []
-    for (iteration, stage), found in sorted(manifests.items()):
-        matching = [m for m in found if _matches(root, m, readable)]
-        if matching:
-            current += matching[:1]
-        elif found:
-            mismatched.append(f"{stage} of iteration {iteration}: {_mismatch(root, found, readable)}")
-            current.append(found[-1])
-    partitions, objects = _check_partitions(store, current)
+    mismatched = [
+        f"{stage} of iteration {iteration}: {difference}"
+        for (iteration, stage), manifest in current.items()
+        if manifest is not None and (difference := _mismatch(root, manifest, readable))
+    ]
+    partitions, objects = _check_partitions(store, [m for m in current.values() if m is not None])
     return [
-        _how_far(listed, manifests),
+        _how_far(listed, current),
         whole,
         tables_there,
-        Check("tables equal their stage manifests", len(manifests), tuple(mismatched)),
+        Check("tables equal their stage manifests", len(current), tuple(mismatched)),
         partitions,
         _check_objects(store, objects, progress),
-        *_check_iterations(store, root, run_id, manifests, readable, progress),
+        *_check_iterations(store, root, run_id, current, readable, progress),
         _check_orphans(root, run_id, readable, {int(k.split("/")[2]) for k in listed if _STAGE_KEY.fullmatch(k)}),
         *_unreferenced(listed, manifests, store),
     ]
@@ -86,7 +86,32 @@ def _manifests(store: ObjectStore, listed: list[str]) -> tuple[Manifests, Check]
     return found, Check("stage manifests are whole", count, tuple(breaches))
 
 
-def _how_far(listed: list[str], manifests: Manifests) -> Check:
+def _in_force(store: ObjectStore, run_id: str, manifests: Manifests, whole: Check) -> tuple[InForce, Check]:
+    """The manifest of each finished stage by the record that its iteration belongs to."""
+    found: InForce = {}
+    breaches = list(whole.breaches)
+    try:
+        history = read_history(store, run_id)
+    except OpdError as error:
+        return found, whole.and_also(Check(whole.name, 0, (in_a_line(error),)))
+    for (iteration, stage), candidates in sorted(manifests.items()):
+        if not candidates:
+            found[iteration, stage] = None
+            continue
+        try:
+            result = past_stage(store, history, run_id, iteration, stage)
+        except OpdError as error:
+            if in_a_line(error) not in breaches:
+                breaches.append(in_a_line(error))
+            found[iteration, stage] = None
+            continue
+        if result is not None:
+            prefix = keys.stage_prefix(run_id, iteration, stage, result.fingerprint)
+            found[iteration, stage] = result.manifest | {"prefix": prefix}
+    return found, Check(whole.name, whole.count, tuple(breaches))
+
+
+def _how_far(listed: list[str], manifests: InForce) -> Check:
     begun = {int(key["iteration"]) for k in listed if (key := _STAGE_KEY.fullmatch(k))}
     notes = []
     for iteration in sorted(begun):
@@ -125,14 +150,10 @@ def _rows(root: str, table: str, where: dict[str, Any], columns: list[str] | Non
         return in_a_line(error)
 
 
-def _matches(root: str, manifest: dict[str, Any], readable: set[str]) -> bool:
-    return not any(_difference(root, table, entry) for table, entry in manifest["tables"].items() if table in readable)
-
-
-def _mismatch(root: str, found: list[dict[str, Any]], readable: set[str]) -> str:
-    """Which slices differ from the newest manifest, and how."""
+def _mismatch(root: str, manifest: dict[str, Any], readable: set[str]) -> str:
+    """Which slices differ from the manifest, and how."""
     differences = {
-        table: _difference(root, table, entry) for table, entry in found[-1]["tables"].items() if table in readable
+        table: _difference(root, table, entry) for table, entry in manifest["tables"].items() if table in readable
     }
     return "; ".join(f"opd.{table} has {text}" for table, text in differences.items() if text)
 
@@ -170,16 +191,6 @@ def _check_partitions(
     return Check("partition manifests are whole", count, tuple(breaches)), objects
 
 
-def digest_of(store: ObjectStore, key: str) -> str:
-    """SHA-256 of an object, read part by part. StoreError for a missing one."""
-    info, whole = store.head(key), hashlib.sha256()
-    if info is None:
-        return "no object"
-    for start in range(0, info.size_bytes, PART_BYTES):
-        whole.update(store.get_range(key, start, min(PART_BYTES, info.size_bytes - start)))
-    return whole.hexdigest()
-
-
 def _check_objects(store: ObjectStore, objects: list[tuple[str, str]], progress: Progress) -> Check:
     breaches = []
     for index, (key, digest) in enumerate(objects):
@@ -195,7 +206,7 @@ def _check_objects(store: ObjectStore, objects: list[tuple[str, str]], progress:
 
 
 def _check_iterations(
-    store: ObjectStore, root: str, run_id: str, manifests: Manifests, readable: set[str], progress: Progress
+    store: ObjectStore, root: str, run_id: str, manifests: InForce, readable: set[str], progress: Progress
 ) -> Iterable[Check]:
     """Invariants of rows, iteration by iteration; what the stage that makes them has not finished is not asked for."""
     prompts = _rows(root, "prompts", {}, ["prompt_id", "teachers"]) if "prompts" in readable else []
@@ -229,7 +240,7 @@ _MADE_BY = {
 
 def _of_iteration(
     store: ObjectStore, iteration: int, rows: dict[str, list[dict[str, Any]]], teachers_of: dict[str, set[str]],
-    manifests: Manifests,
+    manifests: InForce,
 ) -> Iterable[tuple[str, Check]]:  # fmt: skip
     """(tables that it needs, check)."""
     trajectories = {r["trajectory_id"]: r for r in rows["trajectories"]}

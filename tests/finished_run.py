@@ -17,10 +17,12 @@ from schemas.rows import TABLES
 from tasks.stage import table_entry
 
 RUN_ID = "made"
+#: As version 0.1 wrote it, which had no identities of stages.
+RECORD = {"config": {}, "models": {}, "prompt_files": [], "student_path": "s"}
 STAGES = ("rollout", "teach", "dispatch", "train")
 _PRIMARY = {"rollout": "trajectories", "teach": "hidden_shards", "dispatch": "plan", "train": "metrics"}
 _PROMPT = {
-    "source": "file:a", "domain": "d", "teachers": [{"teacher_id": "a", "weight": 1.0}], "messages": "[]",
+    "source": "a.jsonl", "domain": "d", "teachers": [{"teacher_id": "a", "weight": 1.0}], "messages": "[]",
     "answer": None, "verifier": None, "context": "{}",
 }  # fmt: skip
 PROMPT = {"prompt_id": keys.prompt_id(_PROMPT), **_PROMPT}
@@ -43,8 +45,8 @@ def put_table(root: str | Path, table: str, rows: list[dict[str, Any]]) -> None:
 def make(root: Path, *, until: str = "train") -> dict[str, list[dict[str, Any]]]:
     """Stages up to `until`, two partitions of rollout. Rows by table, which stand in the tables too."""
     store = open_store(str(root))
-    store.put(keys.run_record(RUN_ID, 1), b"{}")
-    store.put(f"prompts/{keys.digest('file:a')[:16]}.jsonl", jsonl([PROMPT]))
+    store.put(keys.run_record(RUN_ID, 1), keys.canonical_json(RECORD))
+    store.put(f"prompts/a.{keys.digest([PROMPT['prompt_id']])[:16]}.jsonl", jsonl([PROMPT]))
     rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES} | {"prompts": [PROMPT]}
     for stage in STAGES[: STAGES.index(until) + 1]:
         _finish(store, stage, rows)
@@ -88,6 +90,13 @@ def _finish(store: ObjectStore, stage: str, rows: dict[str, list[dict[str, Any]]
         store.put(key, jsonl(further))
         entries["checkpoints"] = table_entry("checkpoints", place, [key], further)
         rows["checkpoints"] += further
+    if stage == "dispatch":
+        further = [{"run_id": RUN_ID, "iteration": 0, "stage": stage, "step": 0, "name": "packs",
+                    "teacher_index": None, "value": 2.0}]  # fmt: skip
+        key = f"{prefix}/tables/metrics.jsonl"
+        store.put(key, jsonl(further))
+        entries["metrics"] = table_entry("metrics", place, [key], further)
+        rows["metrics"] += further
     manifest = {
         "stage": stage, "iteration": 0, "fingerprint": keys.digest(stage), "inputs": {}, "scoring": {},
         "partitions": epochs, "tables": entries, "stats": stats, "output_digest": keys.digest(["output", stage]),

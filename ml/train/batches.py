@@ -230,7 +230,7 @@ def _check_sequence(sequence: PackedSequence, where: str) -> None:
             expected=f"hidden states of {sequence.response_tokens} response tokens, one width",
             found=f"rows for the first {covered}",
             safe="tokens and other trajectories",
-            next_command="rerun the teach stage",
+            next_command="opd repair RUN",
         )
 
 

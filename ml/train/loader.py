@@ -306,7 +306,7 @@ class _Assembler:
                     expected=f"SHA-256 {digest}",
                     found=digest_bytes(data),
                     safe="every other object",
-                    next_command="rerun the rollout stage",
+                    next_command="opd repair RUN",
                 )
             shard = decode(data, key)
             missing = {"prompt_ids", "response_ids", "logprobs_raw", "sampled_mask"} - set(shard)

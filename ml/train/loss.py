@@ -111,7 +111,7 @@ def _head(heads: TeacherHeads, segment: Segment) -> torch.Tensor:
             f"teacher {segment.teacher_index}",
             expected=f"hidden states as wide as its head, {u_VE.shape[1]}",
             found=str(segment.hidden_RE.shape[1]),
-            next_command="rerun the teach stage",
+            next_command="opd repair RUN",
         )
     return u_VE
 

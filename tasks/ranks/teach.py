@@ -126,7 +126,7 @@ class Responses:
         if keys.digest_bytes(data) != digest:
             raise FormatError(
                 key, expected=f"SHA-256 {digest}", found=keys.digest_bytes(data), safe="every other object",
-                next_command="opd verify RUN",
+                next_command="opd repair RUN",
             )  # fmt: skip
         tensors = shards.decode(data, key)
         if "response_ids" not in tensors:

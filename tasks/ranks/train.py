@@ -184,7 +184,7 @@ def _engine(work: dict[str, Any], device: torch.device, resumed: State | None) -
         if optimizer is None:
             raise ContractError(
                 work["optimizer_from"], expected="the optimizer of the iteration before", found="no complete state",
-                safe="the student", next_command="rerun this stage with the checkpoint's objects in place",
+                safe="the student", next_command="opd repair RUN",
             )  # fmt: skip
     steps = optimizer.facts["optimizer_steps"] if optimizer else 0
     chosen = EngineSettings(**{name: settings[name] for name in names})

@@ -214,6 +214,28 @@ def test_from_iteration_leaves_what_lies_below_as_it_was_made(finished, tmp_path
     assert "0 breaches" in opd("verify", "tiny", "--data", data)
 
 
+def test_lost_objects_are_made_anew_as_they_were(finished, tmp_path):
+    """A token shard, hidden states with another bit, a file of a student that the next iteration sampled with."""
+    shutil.copytree(finished[0] / "data", tmp_path / "data")
+    config = tmp_path / "run.toml"
+    config.write_text(finished[1].read_text().replace(f"{finished[0]}/data", f"{tmp_path}/data"))
+    data = tmp_path / "data"
+    runs = data / "runs/tiny"
+    sorted(runs.glob("00000/rollout/*/p00001/e*/tokens.safetensors"))[-1].unlink()
+    hidden = sorted(runs.glob("00001/teach/*/p00000/e*/hidden-00000.safetensors"))[-1]
+    hidden.write_bytes(hidden.read_bytes()[:-1] + bytes([hidden.read_bytes()[-1] ^ 1]))
+    sorted(runs.glob("00000/train/*/p00000/e*/export/*.safetensors"))[0].unlink()
+    shutil.rmtree(data / "tables/plan")
+    found = opd("repair", "tiny", "--data", data, status=1)
+    assert "1 repaired, 3 broken" in found.replace("3 repaired", "1 repaired")  # the table, and its slices
+    assert found.count("revoked") == 3
+    out = opd("run", config)
+    assert out.count("were made anew, equal") == 3
+    assert output_digests(data) == output_digests(finished[0] / "data")
+    assert "0 breaches" in opd("verify", "tiny", "--data", data)
+    assert "0 repaired, 0 broken" in opd("repair", "tiny", "--data", data)
+
+
 def is_superseded(data: Path, key: str) -> bool:
     """Of a partition's owner that was not the one to finish, which the drill's may have been: its manifest lies at
     the epoch after its finisher's."""

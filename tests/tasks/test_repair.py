@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,13 +21,14 @@ from infra.store import open_store
 from schemas import keys, shards
 from schemas.errors import ContractError
 from schemas.rows import HIDDEN_SHARDS, METRICS, PROMPTS
+from tasks.manifests import read_partition, read_revoked
 from tasks.repair import Finding, repair
 from tasks.stage import table_entry
+from tests import finished_run
+from tests.fake_spark import FakeSpark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-pytestmark = pytest.mark.spark
 
 REPOSITORY = Path(__file__).parents[2]
 RUNS = ("one", "two")
@@ -109,12 +111,16 @@ def finish_teach(root: str, run_id: str) -> dict[str, Any]:
 
 
 def put_prompts(root: str) -> None:
+    """One object as today, one as version 0.1 wrote it: its ids hold the source, and its name does not hold the ids."""
     row = {
-        "source": "file:a", "domain": "d", "teachers": [{"teacher_id": "a", "weight": 1.0}], "messages": "[]",
+        "source": "a.jsonl", "domain": "d", "teachers": [{"teacher_id": "a", "weight": 1.0}], "messages": "[]",
         "answer": None, "verifier": None, "context": "{}",
     }  # fmt: skip
-    rows = [{"prompt_id": keys.prompt_id(row), **row}]
-    open_store(root).put(f"prompts/{keys.digest('file:a')[:16]}.jsonl", jsonl(rows))
+    prompt_id = keys.prompt_id(row)
+    store = open_store(root)
+    store.put(f"prompts/a.{keys.digest([prompt_id])[:16]}.jsonl", jsonl([{"prompt_id": prompt_id, **row}]))
+    row |= {"source": "file:a"}
+    store.put(f"prompts/{keys.digest('file:a')[:16]}.jsonl", jsonl([{"prompt_id": keys.digest(row)[:32], **row}]))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +134,7 @@ def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run_id in RUNS:
         finish_teach(str(folder), run_id)
     found = repair(str(folder), "one", InProcess(spark))  # type: ignore[arg-type]
-    assert len(found) == 5
+    assert len(found) == 6
     assert not any(f.broken for f in found)
     return folder
 
@@ -253,3 +259,85 @@ def test_a_repair_that_is_killed_goes_on(root: Path, spark: SparkSession) -> Non
     assert contents(root) == before
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "one: 0 repaired, 0 broken\n"), done.stderr
+
+
+class NoSession(FakeSpark):
+    """Commits through delta-rs, and reads as well as that does."""
+
+    def probe(self, root: str, tables: list[str]) -> dict[str, str]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def mended_objects(root: Path, **options: Any) -> list[Finding]:
+    return repair(str(root), finished_run.RUN_ID, NoSession(), **options)  # type: ignore[arg-type]
+
+
+def objects(root: Path) -> dict[str, bytes]:
+    found = {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    return {key: data for key, data in found.items() if "/lease/" not in key and "table-leases" not in key}
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        ("rollout", "p00001/e000001/rows.jsonl"), ("teach", "p00000/e000001/rows.jsonl"),
+        ("dispatch", "p00000/e000001/rows.jsonl"), ("dispatch", "tables/metrics.jsonl"),
+        ("train", "tables/checkpoints.jsonl"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("spoil", ["lost", "a bit"])
+def test_rows_come_back_from_the_table(tmp_path: Path, stage: str, name: str, spoil: str) -> None:
+    finished_run.make(tmp_path)
+    before = objects(tmp_path)
+    path = tmp_path / finished_run.prefix_of(stage) / name
+    if spoil == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(re.sub(rb"0(?=[^0-9]*$)|1(?=[^01]*$)", b"3", path.read_bytes()))
+    (dry,) = mended_objects(tmp_path, dry_run=True)
+    assert "would be written from" in dry.done
+    (found,) = mended_objects(tmp_path)
+    assert not found.broken
+    assert objects(tmp_path) == before
+    assert mended_objects(tmp_path) == []
+
+
+LOST = {
+    "rollout": "p00001/e000001/tokens.safetensors", "teach": "p00000/e000001/hidden-00000.safetensors",
+    "train": "p00000/e000001/config.json",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", LOST)
+def test_a_partition_with_a_damaged_object_is_revoked_once(tmp_path: Path, stage: str) -> None:
+    finished_run.make(tmp_path)
+    prefix = finished_run.prefix_of(stage)
+    path = tmp_path / prefix / LOST[stage]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    before = objects(tmp_path)
+    (dry,) = mended_objects(tmp_path, dry_run=True)
+    assert objects(tmp_path) == before
+    (found,) = mended_objects(tmp_path)
+    assert found.broken
+    assert (found.what, found.found) == (dry.what, dry.found)
+    assert str(path.relative_to(tmp_path)) in found.found
+    partition = int(LOST[stage][1:6])
+    store = open_store(str(tmp_path))
+    assert read_partition(store, prefix, partition) is None
+    assert list(read_revoked(store, prefix)) == [str(partition)]
+    (again,) = mended_objects(tmp_path)
+    assert again.broken
+    assert "revoked before" in again.found
+
+
+def test_a_damaged_manifest_of_a_partition_is_named(tmp_path: Path) -> None:
+    finished_run.make(tmp_path)
+    (tmp_path / finished_run.prefix_of("teach") / "p00000/epochs/000002.json").write_bytes(b"{")
+    (found,) = mended_objects(tmp_path)
+    assert found.broken
+    assert "000002.json" in found.found

@@ -16,7 +16,8 @@ from schemas import config, keys
 from schemas.errors import ContractError, FormatError, StageError
 from schemas.rows import TABLES, content_digest
 from tasks import stage as stages
-from tasks.finished import past_stage
+from tasks.finished import StageResult, past_stage
+from tasks.manifests import read_partition
 from tasks.records import History
 from tasks.session import Session
 from tasks.stage import Stage, input_rows, run_stage, version_of
@@ -286,3 +287,54 @@ def test_rows_that_a_parent_derives_are_named_by_all_of_their_columns(tmp_path):
     (key,) = result.manifest["tables"]["stage_runs"]["row_keys"]
     rows = tables.read_jsonl(LocalStore(tmp_path / "data"), TABLES["stage_runs"], key)
     assert content_digest(TABLES["stage_runs"], rows, observed=True)[:16] in key
+
+
+def lose(folder: Path, result: StageResult, partition: int) -> str:
+    """As `opd repair` leaves a partition whose objects are lost; the stage's prefix."""
+    prefix = keys.stage_prefix("toy", 0, "teach", result.fingerprint)
+    store = LocalStore(folder / "data")
+    lost = {str(partition): {"epoch": result.manifest["partitions"][str(partition)], "reason": "lost"}}
+    store.put(keys.revoked(prefix), keys.canonical_json(lost))
+    return prefix
+
+
+@pytest.mark.parametrize("killed_before_revoking", [True, False])
+def test_a_revoked_partition_alone_is_made_anew(tmp_path, killed_before_revoking):
+    result = Toy(open_toy(tmp_path)).run()
+    prefix = lose(tmp_path, result, 1)
+    store = LocalStore(tmp_path / "data")
+    if not killed_before_revoking:
+        leases.revoke(store, keys.partition_prefix(prefix, 1), 2, "lost")
+    again = Toy(open_toy(tmp_path))
+    remade = again.run()
+    assert again.executed == [1]
+    assert remade.output_digest == result.output_digest
+    assert remade.manifest["partitions"] == {"0": 2, "1": 5}
+    assert all(store.head(key) for entry in remade.manifest["tables"].values() for key in entry["row_keys"])
+    assert values(tmp_path) == [1.0, 2.0]
+    before = everything(tmp_path)
+    assert Toy(open_toy(tmp_path)).run() == remade
+    assert everything(tmp_path) == before
+    assert store.head(keys.revoked(prefix)) is None
+
+
+def test_a_partition_that_comes_out_otherwise_stays_revoked(tmp_path):
+    """Loud each time, and the stage's manifest and rows stay; the same content ends it."""
+    result = Toy(open_toy(tmp_path)).run()
+    prefix = lose(tmp_path, result, 1)
+    for _ in range(2):
+        other = Toy(open_toy(tmp_path), given=(1.0, 3.0))
+        with pytest.raises(ContractError, match="the content that was lost"):
+            other.run()
+        assert other.executed == [1]
+        assert values(tmp_path) == [1.0, 2.0]
+        assert read_partition(LocalStore(tmp_path / "data"), prefix, 1) is None
+    assert past_stage(LocalStore(tmp_path / "data"), History(((1, RECORD),)), "toy", 0, "teach") == result
+    assert Toy(open_toy(tmp_path)).run().output_digest == result.output_digest
+
+
+def test_another_stages_lost_objects_are_named_with_its_command(tmp_path):
+    result = Toy(open_toy(tmp_path)).run()
+    lose(tmp_path, result, 0)
+    with pytest.raises(StageError, match="opd teach CONFIG --iteration 0"):
+        Toy(open_toy(tmp_path, target=(0, "train"))).run()
