@@ -35,6 +35,8 @@ _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 4000
 _LINE_BYTES = 1 << 24
 _POLL_SECONDS = 0.02
+#: Until somebody who waits for ranks to end is told so, for the first time and then again.
+_FIRST_WORD_SECONDS, _WORD_SECONDS = 0.5, 8.0
 #: glibc hands memory of tensors back to the kernel as soon as they are freed, and a step on a CPU then takes its pages
 #: anew, a fifth of its time. So up to 1 GiB is kept, for blocks of up to 256 MiB.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
@@ -169,15 +171,26 @@ class RankProcess:
         self._ended.set()
 
 
-def stop(processes: Sequence[RankProcess], grace_seconds: float) -> None:
-    """Ask ranks to stop and return when all have ended; those that take longer than grace_seconds are killed."""
+def stop(
+    processes: Sequence[RankProcess], grace_seconds: float, on_wait: Callable[[int, float], None] = lambda *_: None
+) -> None:
+    """Ask ranks to stop and return when all have ended; those that take longer than grace_seconds are killed.
+
+    on_wait(ranks that still run, seconds left): called after a moment, and every few seconds.
+    """
     try:
         for process in processes:
             process.asked = not process.wait(0)
             process.send(signal.SIGTERM)
-        deadline = time.monotonic() + grace_seconds
-        for process in processes:
-            process.wait(max(0.0, deadline - time.monotonic()))
+        began, told = time.monotonic(), 0.0
+        pause = _FIRST_WORD_SECONDS
+        while (running := [p for p in processes if not p.wait(0)]) and (passed := time.monotonic() - began) < (
+            grace_seconds
+        ):
+            if passed - told >= pause:
+                on_wait(len(running), grace_seconds - passed)
+                told, pause = passed, _WORD_SECONDS
+            running[0].wait(min(_POLL_SECONDS, grace_seconds - passed))
     finally:  # also for a user who interrupts the waiting
         for process in processes:
             process.send(signal.SIGKILL)
@@ -202,11 +215,13 @@ def run_group(
     log_folder: Path,
     on_message: Callable[[int, dict[str, Any]], None],
     grace_seconds: float,
+    watch: Callable[[Sequence[RankProcess]], None] = lambda _: None,
+    on_wait: Callable[[int, float], None] = lambda *_: None,
 ) -> list[RankProcess]:
     """Run ranks that need each other: the first that ends other than with 0 stops the rest.
 
     Returns all, ended, in the order of their ends: the first with a status is the cause. Logs are rankN.log;
-    on_message is called for one message at a time.
+    on_message is called for one message at a time, watch(those that run) many times a second, on_wait as by `stop`.
     """
     one_at_a_time = threading.Lock()
 
@@ -226,8 +241,9 @@ def run_group(
                 ended.append(process)
             if any(process.status for process in ended):
                 break
+            watch(running)
     finally:
-        stop(running, grace_seconds)
+        stop(running, grace_seconds, on_wait)
     return ended + running
 
 

@@ -224,6 +224,9 @@ class Teach(Section):
     batch_tokens: int = operational(4096, gt=0, description="tokens of one forward pass")
     workers: int = operational(1, gt=0)
     threads: int = operational(0, ge=0)
+    stuck_seconds: float = operational(
+        1800.0, gt=0, description="a worker without a further trajectory for so long is killed; four times at its start"
+    )
     dead_after_seconds: float = operational(20.0, gt=0)
     max_attempts: int = operational(3, gt=0)
 
@@ -257,9 +260,24 @@ class Train(Section):
         True, description="keep only each layer's input and recompute the rest in backward: less memory, a third slower"
     )
     loader_bytes: int = operational(256 << 20, gt=0, description="shared memory of a node's loader")
-    save_every_steps: int = operational(16, ge=0, description="steps between mid-plan checkpoints; 0: none")
+    save_every_steps: int = operational(
+        16, ge=0, description="steps between checkpoints in the middle of a plan; 0: none for their number"
+    )
+    save_every_seconds: float = operational(
+        900.0, ge=0, description="such a checkpoint, too, at the end of a step so long after the last; 0: none for time"
+    )
+    grace_seconds: float = operational(
+        60.0, gt=0, description="from SIGTERM to the end of the ranks; the last step's state is saved and uploaded"
+    )
+    stuck_seconds: float = operational(
+        1800.0,
+        gt=0,
+        description="ranks without a further micro-batch for so long are killed; four times at their start",
+    )
     dead_after_seconds: float = operational(60.0, gt=0)
-    max_attempts: int = operational(3, gt=0)
+    max_attempts: int = operational(
+        3, gt=0, description="starts of the ranks in a row that come no further before the stage fails"
+    )
 
 
 class Spark(Section):

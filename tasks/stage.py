@@ -311,8 +311,9 @@ def _stage_runs(session: Session, stage: Stage, mark: str, done: dict[int, lease
 
 
 def _error(manifest: Mapping[str, Any]) -> str | None:
-    """What went wrong in a partition that finished all the same: trajectories that were given up."""
-    return "; ".join(f"{i}: {text}" for i, text in manifest.get("given_up", {}).items()) or None
+    """What went wrong in a partition that finished all the same: trajectories given up, checkpoints passed over."""
+    given_up = [f"{i}: {text}" for i, text in manifest.get("given_up", {}).items()]
+    return "; ".join([*given_up, *manifest.get("notices", [])]) or None
 
 
 def input_rows(session: Session, result: StageResult, table: str) -> list[dict[str, Any]]:

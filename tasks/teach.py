@@ -94,7 +94,7 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
         }
         run_workers(
             session, "teach", iteration, work, todo,
-            workers=workers, limits=Limits(max_attempts=config.teach.max_attempts, grace_seconds=5.0),
+            workers=workers, limits=Limits(config.teach.max_attempts, 5.0, config.teach.stuck_seconds),
         )  # fmt: skip
 
     def derive(_manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):

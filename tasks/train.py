@@ -13,10 +13,11 @@ from schemas import keys
 from schemas.rows import CHECKPOINTS
 from tasks.finished import StageResult
 from tasks.models import resolve_model
+from tasks.rank_group import run_group
 from tasks.session import TRAINING, Session
 from tasks.stage import Stage, input_rows, run_stage
 from tasks.students import Student
-from tasks.workers import run_group, write_rows
+from tasks.workers import Limits, work_folder, write_rows
 
 
 def _summary(config, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
         return {0: None}
 
     def execute(prefix: str, _todo: dict[int, Any]) -> None:
-        folder, optimizer = session.scratch / "work", student.optimizer_folder(session)
+        folder, optimizer = work_folder(session, "train", iteration), student.optimizer_folder(session)
         work = {
             "root": config.data,
             "run_id": config.run_id,
@@ -90,12 +91,10 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
             "train": config.train.model_dump(),
             "threads": config.train.threads or max(1, (os.cpu_count() or 1) // config.train.ranks),
             "scratch": str(session.scratch / TRAINING),
-            "out_folder": str(session.scratch / TRAINING / f"{iteration:05d}"),
             "dead_after_seconds": config.train.dead_after_seconds,
         }
-        run_group(
-            session, "train", iteration, work, ranks=config.train.ranks, max_attempts=config.train.max_attempts
-        )  # fmt: skip
+        limits = Limits(config.train.max_attempts, config.train.grace_seconds, config.train.stuck_seconds)
+        run_group(session, "train", iteration, work, ranks=config.train.ranks, limits=limits, folder=folder)
 
     def derive(manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
         manifest = manifests[0]

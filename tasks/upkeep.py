@@ -1,6 +1,7 @@
 """`opd upkeep`: delete what only an interrupted run could have needed, once it is finished.
 
-    token log and spilled KV of a partition   when its manifest and its stage's manifest stand; all of its epochs
+    token log and spilled KV of a partition,  when its manifest and its stage's manifest stand; all of its epochs
+    checkpoints in the middle of its plan
     other objects of a partition              then too: those of superseded owners, which its manifest does not name
     a partition's folders on this node        then too, and nothing in them was written for a day
     folders of a run's other lives            of another root, or of this one before it was deleted; the same
@@ -105,9 +106,10 @@ def _partitions(store: ObjectStore, run_id: str, scratch: Path | None, dry_run: 
     finished = _Finished(store)
     segments: list[str] = []
     spills: list[str] = []
+    checkpoints: list[str] = []
     superseded: list[str] = []
     for (prefix, partition), objects in owned.items():
-        only_results = not any(name.startswith(("wal/", "spill/")) for _, name, _ in objects)
+        only_results = not any(name.startswith(("wal/", "spill/", "checkpoints/")) for _, name, _ in objects)
         if only_results and len({epoch for epoch, _, _ in objects}) == 1:
             continue
         found = finished.get(prefix, partition)
@@ -120,11 +122,14 @@ def _partitions(store: ObjectStore, run_id: str, scratch: Path | None, dry_run: 
                 segments.append(key)
             elif name.startswith("spill/"):
                 spills.append(key)
+            elif name.startswith("checkpoints/"):
+                checkpoints.append(key)
             elif epoch != found.epoch - 1 and key not in named:
                 superseded.append(key)
     collected = [
         _delete(store, "segments of token logs", run_id, segments, dry_run),
         _delete(store, "spilled KV", run_id, spills, dry_run),
+        _delete(store, "checkpoints in the middle of plans", run_id, checkpoints, dry_run),
         _delete(store, "objects of superseded owners", run_id, superseded, dry_run),
     ]
     if scratch is not None:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from infra import launch
 from infra.launch import RankCommand, RankProcess
+from infra.terminal import tell
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
 from tasks.drill import Drill
@@ -27,6 +30,13 @@ from tasks.session import LOGS, Session
 from tasks.suspects import Suspects, check_given_up
 
 _POLL_SECONDS = 0.02
+#: How many times longer than a batch the start of a process may take, which reads a model, and at least how long.
+_LOADING, _LOADING_SECONDS = 4, 120.0
+
+
+def loading_seconds(stuck_seconds: float) -> float:
+    """How long a process may take to its first batch when it may take stuck_seconds between two."""
+    return max(_LOADING * stuck_seconds, _LOADING_SECONDS)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
@@ -36,12 +46,34 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
     return str(path)
 
 
+def work_folder(session: Session, stage: str, iteration: int) -> Path:
+    """A folder for the work files of one attempt: a driver that was superseded writes into none of its heir's.
+
+    Those of earlier attempts go.
+    """
+    name = f"{iteration:05d}-{stage}-"
+    for old in (session.scratch / "work").glob(f"{name}*"):
+        shutil.rmtree(old, ignore_errors=True)
+    folder = session.scratch / "work" / f"{name}{uuid.uuid4().hex[:8]}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def stopping(name: str) -> Callable[[int, float], None]:
+    """For `launch.stop`: says what is waited for."""
+
+    def on_wait(num_ranks: int, seconds: float) -> None:
+        tell(f"{name}: stopping, up to {seconds:.0f} s for {num_ranks} process(es) to keep their work")
+
+    return on_wait
+
+
 @dataclass(frozen=True)
 class Limits:
     """max_attempts: starts of a partition in a row that bring no token. grace_seconds: from SIGTERM to SIGKILL.
 
-    stuck_seconds: a worker is killed when its oldest trajectory does not go on for so long. max_given_up:
-    trajectories of the stage that may be given up.
+    stuck_seconds: a worker is killed when its oldest trajectory, or without trajectories its batches, do not go on for
+    so long; `loading_seconds` until its first batch. max_given_up: trajectories of the stage that may be given up.
     """
 
     max_attempts: int
@@ -59,13 +91,15 @@ class Watcher(Protocol):
 class _Worker:
     """One slot: its remaining partitions and its current process.
 
-    still_seconds: since its oldest trajectory has gone on; silent_seconds: since its last report.
+    still_seconds: since its oldest trajectory, or without trajectories any batch, has gone on; silent_seconds: since
+    its last report; loading: no batch has come out of it yet.
     """
 
     def __init__(self, index: int, partitions: list[int]) -> None:
         self.index, self.left = index, partitions
         self.process: RankProcess | None = None
         self.still_seconds = self.silent_seconds = 0.0
+        self.loading = True
         self.killed_because = ""
 
 
@@ -76,7 +110,7 @@ class Pool:
         self, session: Session, stage: str, iteration: int, work: dict[str, Any], todo: Mapping[int, Any], workers: int
     ) -> None:
         self.session, self.stage, self.iteration = session, stage, iteration
-        self.folder = session.scratch / "work" / f"{iteration:05d}-{stage}"
+        self.folder = work_folder(session, stage, iteration)
         self.work = work | {"scratch": str(session.scratch / LOGS)}
         self.todo = dict(todo)
         order = sorted(todo)
@@ -111,7 +145,8 @@ class Pool:
                 if watcher is not None:
                     watcher.look(self)
         finally:
-            launch.stop([w.process for w in self.workers if w.process is not None], limits.grace_seconds)
+            running = [w.process for w in self.workers if w.process is not None and not w.process.wait(0)]
+            launch.stop(running, limits.grace_seconds, stopping(f"{self.stage} of iteration {self.iteration}"))
 
     def owner_of(self, partition: int) -> RankProcess | None:
         """The live process that works on a partition now."""
@@ -135,9 +170,9 @@ class Pool:
                 self.suspects[partition].started()
             entries.append(entry)
         worker.still_seconds = worker.silent_seconds = 0.0
+        worker.loading = True
         worker.killed_because = ""
         path = self.folder / f"worker-{worker.index}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.work | {"partitions": entries}))
         command = RankCommand(
             f"tasks.ranks.{self.stage}",
@@ -151,6 +186,8 @@ class Pool:
     def _heard(self, worker: _Worker, message: dict[str, Any]) -> None:
         event: str = message["event"]
         partition: int = message.get("partition", -1)
+        if partition not in self.suspects:
+            worker.still_seconds, worker.loading = 0.0, event == "finished" or (worker.loading and event != "progress")
         if event == "ack":
             self.acknowledged[partition] = {"epoch": message["epoch"], "tokens": message["tokens"]}
             worker.silent_seconds = 0.0
@@ -198,15 +235,22 @@ class Pool:
             self.given_up.setdefault(partition, {}).update(message["given_up"])
 
     def _watch(self, worker: _Worker, seconds: float, stuck_seconds: float) -> None:
-        suspects = self.suspects.get(worker.left[0]) if worker.left else None
-        if worker.process is None or suspects is None or not suspects.running or worker.killed_because:
+        if worker.process is None or not worker.left or worker.killed_because:
+            return
+        suspects = self.suspects.get(worker.left[0])
+        if suspects is not None and not suspects.running:
             return
         worker.still_seconds += seconds
         worker.silent_seconds += seconds
-        if worker.still_seconds > stuck_seconds:
-            silent = worker.silent_seconds > stuck_seconds / 2
-            worker.killed_because = f"no {'step' if silent else 'token while others went on'} in {stuck_seconds:g} s"
+        limit = loading_seconds(stuck_seconds) if suspects is None and worker.loading else stuck_seconds
+        if worker.still_seconds > limit:
+            worker.killed_because = f"no {self._missing(worker, stuck_seconds)} in {limit:g} s"
             worker.process.send(signal.SIGKILL)
+
+    def _missing(self, worker: _Worker, stuck_seconds: float) -> str:
+        if worker.left[0] not in self.suspects:
+            return "start" if worker.loading else "batch"
+        return "step" if worker.silent_seconds > stuck_seconds / 2 else "token while others went on"
 
     def _crashed(self, worker: _Worker, process: RankProcess, limits: Limits) -> None:
         partition, status = worker.left[0], process.status
@@ -221,10 +265,11 @@ class Pool:
                 self.given_up.setdefault(partition, {})[found.trajectory_id] = found.text
             if suspects.struck:
                 return
+        found = f"{worker.killed_because}: {process.describe()}" if worker.killed_because else process.describe()
         if self.attempts[partition] >= limits.max_attempts:
             raise StageError(
                 f"{self.stage} of iteration {self.iteration}, partition {partition}",
-                expected=f"to finish in {limits.max_attempts} attempts", found=process.describe(),
+                expected=f"to finish in {limits.max_attempts} attempts", found=found,
                 safe="finished partitions, and every logged token of this one",
                 next_command=f"opd {self.stage} CONFIG --iteration {self.iteration}",
             )  # fmt: skip
@@ -246,37 +291,3 @@ def run_workers(
     drill = Drill(kill_after_tokens) if kill_after_tokens else None
     pool.run(limits, drill)
     return {"drill": drill.result(session.store, work["stage_prefix"], pool.resumed)} if drill and drill.killed else {}
-
-
-def run_group(
-    session: Session, stage: str, iteration: int, work: dict[str, Any], *, ranks: int, max_attempts: int
-) -> None:
-    """Execute one partition in a group of ranks that falls and rises together. Raises like `Pool.run`."""
-    path = session.scratch / "work" / f"{iteration:05d}-{stage}" / "group.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(work))
-
-    def heard(_rank: int, message: dict[str, Any]) -> None:
-        if message["event"] == "progress":
-            session.progress(stage, message["done"], message["total"], message["unit"])
-
-    attempt = 0
-    while True:
-        commands = launch.group_commands(f"tasks.ranks.{stage}", path, ranks, {"OMP_NUM_THREADS": str(work["threads"])})
-        processes = launch.run_group(
-            commands, log_folder=session.scratch / "logs", on_message=heard, grace_seconds=10.0
-        )
-        failed = [p for p in processes if p.status != 0]
-        if not failed:
-            return
-        for process in failed:
-            if process.error is not None:
-                raise error_from_json(process.error)
-        attempt += 1
-        first = next(p for p in failed if not p.asked)
-        if attempt >= max_attempts:
-            raise StageError(
-                f"{stage} of iteration {iteration}", expected=f"to finish in {max_attempts} attempts",
-                found=first.describe(), safe="the newest complete checkpoint",
-                next_command=f"opd {stage} CONFIG --iteration {iteration}",
-            )  # fmt: skip

@@ -207,7 +207,7 @@ class Loop:
             "teachers": [{"teacher_index": i, "folder": str(t), "head_digest": model_digests(t).head}
                          for i, t in enumerate(self.teachers)],
             "vocab_size": self.vocab_size, "train": Train.model_validate(train | settings).model_dump(),
-            "scratch": str(self.folder / f"{name}-scratch"), "out_folder": str(self.folder / f"{name}-out"),
+            "scratch": str(self.folder / f"{name}-scratch"),
             "dead_after_seconds": 60.0,
         }  # fmt: skip
 

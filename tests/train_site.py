@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 from infra.launch import free_port
 from infra.leases import Finished, finished
-from infra.store import open_store
+from infra.store import LocalStore, open_store
 from ml.model_files import model_digest, model_digests
 from schemas import keys
 from schemas.config import Train
@@ -57,7 +58,7 @@ def write_work(base: Path, name: str, **options: Any) -> Path:
         "teachers": [{"teacher_index": i, "folder": str(base / f"teacher-{i}"),
                       "head_digest": model_digests(base / f"teacher-{i}").head} for i in (0, 1)],
         "vocab_size": 259, "slots": 2, "page_tokens": 64, "train": settings(),
-        "threads": 1, "scratch": str(root / "scratch"), "out_folder": str(root / "out"), "dead_after_seconds": 5.0,
+        "threads": 1, "scratch": str(root / "scratch"), "dead_after_seconds": 5.0,
     }  # fmt: skip
     path = root / "work.json"
     path.write_text(json.dumps(work | options))
@@ -99,8 +100,9 @@ class Group:
         return [process.exitcode for process in self.processes]
 
     def told(self) -> list[dict[str, Any]]:
-        """Messages of rank 0; every line on its stdout must be one."""
-        return [json.loads(line) for line in self._said[0].read_text().splitlines()]
+        """Messages of rank 0 so far; every line on its stdout must be one."""
+        whole = self._said[0].read_text().rpartition("\n")[0] if self._said[0].exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
 
     def output(self) -> str:
         return "\n".join(path.with_suffix(".err").read_text()[-3000:] for path in self._said)
@@ -109,18 +111,55 @@ class Group:
 def _rank(work: str, said: str, group: dict[str, str], die_after: int) -> None:
     redirect(said, said + ".err")
     os.environ.update(group)
-    from tasks.ranks import train
+    from tasks.ranks import checkpoints, train
 
     if die_after:
-        save = train.save_state
+        save = checkpoints.save_state
 
         def dying(folder, tensors, facts):
             save(folder, tensors, facts)
-            if facts.get("steps") == die_after:
+            if facts["steps"] == die_after:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        train.save_state = dying
+        checkpoints.save_state = dying
+    _disturb(json.loads(Path(work).read_text()))
     leave(train.main([work]))
+
+
+def _disturb(work: dict[str, Any]) -> None:
+    """By fields of the work file that only tests write.
+
+    slow: seconds before each micro-batch. slow_checkpoints: seconds that the store takes for each of their objects.
+    pause: name of a signal that rank 0 sends itself before it would finish.
+    """
+    from infra import leases
+    from ml.train import loader
+
+    if work.get("slow"):
+        load = loader.RankBatches._load
+
+        def slowly(self, index, frame):
+            time.sleep(work["slow"])
+            return load(self, index, frame)
+
+        loader.RankBatches._load = slowly
+    if work.get("slow_checkpoints"):
+        put = LocalStore.put
+
+        def put_slowly(self, key, data):
+            if "/checkpoints/" in key:
+                time.sleep(work["slow_checkpoints"])
+            put(self, key, data)
+
+        LocalStore.put = put_slowly
+    if work.get("pause"):
+        finish = leases.Lease.finish
+
+        def pausing(self, manifest):
+            os.kill(os.getpid(), getattr(signal, work["pause"]))
+            finish(self, manifest)
+
+        leases.Lease.finish = pausing
 
 
 def events(work: Path, ranks: int = 1, status: int = 0) -> list[dict[str, Any]]:

@@ -117,7 +117,9 @@ def run_scenario(spec: dict[str, Any], scenario: dict[str, Any], scratch: Path) 
         box = [loader.folder if loader else None]
         dist.broadcast_object_list(box, src=0)
         assert box[0] is not None
-        report = Report(lambda *row: metrics.append(row), lambda frame: done.append(frame), lambda steps: None)
+        report = Report(
+            lambda *row: metrics.append(row), lambda frame: done.append(frame), lambda steps: None, lambda: None
+        )
         try:
             train(
                 engine, RankBatches(box[0], frames, rank=rank, ranks=ranks, device=CPU), heads, report,

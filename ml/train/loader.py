@@ -115,10 +115,11 @@ class NodeLoader:
         self._thread = threading.Thread(target=self._fetch_all, name="loader", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, patience_seconds: float | None = None) -> None:
+        """patience_seconds: how long a read that has begun is waited for; None: until it ends."""
         self._stop.set()
-        self._thread.join()
-        self._reader.close()
+        self._thread.join(patience_seconds)
+        self._reader.close(wait=not self._thread.is_alive())
         self._remove()
 
     def _remove(self) -> None:
@@ -256,8 +257,8 @@ class _Assembler:
         self._tokens: OrderedDict[str, dict[str, np.ndarray]] = OrderedDict()
         self._specs: dict[str, TensorSpec] = {}
 
-    def close(self) -> None:
-        self._pool.shutdown()
+    def close(self, *, wait: bool) -> None:
+        self._pool.shutdown(wait, cancel_futures=True)
 
     def fill(self, frame: Frame, out: FrameArrays) -> None:
         jobs = []

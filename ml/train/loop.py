@@ -23,11 +23,14 @@ from ml.train.loss import computing_in, unquantised
 @dataclass(frozen=True)
 class Report:
     """What the caller hears: metric(step, name, teacher_index or None, value) on every rank alike,
-    micro_batch(frame) after each, step_end(steps done) after each update."""
+    micro_batch(frame) after each, step_end(steps done) after each update, and before_next() on every rank between two
+    micro-batches. The last two may raise to end the loop: no update is in work, and a step in flight has changed no
+    parameter."""
 
     metric: Callable[[int, str, int | None, float], None]
     micro_batch: Callable[[Frame], None]
     step_end: Callable[[int], None]
+    before_next: Callable[[], None]
 
 
 @dataclass
@@ -79,6 +82,8 @@ def train(
     for step in range(first_step, num_steps):
         tally = Tally(num_teachers, engine.device)
         for number, batch in enumerate(batches.mini_batch("train", step)):
+            if number:
+                report.before_next()
             measured = step == 0 and number == 0  # nothing was updated yet: the weights are the sampler's
             sampled = sampler_logprobs(engine, batch, sampler_compute) if measured else []
             loss, kls, trained = engine(batch, heads, want_logprobs=measured)
@@ -115,6 +120,7 @@ def evaluate(
     compared = phase == "before" and transformer.precision == "mxfp4"
     seen = False
     for batch in batches.mini_batch(phase, 0):
+        report.before_next()
         loss, kls, _ = engine(batch, heads)
         tally.add(batch, loss, kls)
         if compared:

@@ -58,16 +58,10 @@ def load_state(folder: Path) -> State | None:
     Raises FormatError when a file differs from what the marker vouches for.
     """
     try:
-        marker = json.loads((folder / MARKER).read_bytes())
+        data = (folder / MARKER).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
-        raise FormatError(str(folder / MARKER), expected="JSON", found=str(error)) from error
-    try:
-        facts, vouched = marker["facts"], {n: (e["bytes"], e["sha256"]) for n, e in marker["files"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        expected = "facts, and bytes and sha256 of each of its files"
-        raise FormatError(str(folder / MARKER), expected=expected, found=repr(error)) from error
+    facts, vouched = read_marker(data, str(folder / MARKER))
     files: dict[str, Path] = {}
     for name, (num_bytes, digest) in vouched.items():
         path = folder / name
@@ -85,14 +79,21 @@ def load_state(folder: Path) -> State | None:
     return State(folder, facts, files)
 
 
-def newest_state(base: Path, prefix: str) -> State | None:
-    """The complete folder BASE/PREFIXnnnnnn with the largest number, or None."""
-    numbered = [(p.name.removeprefix(prefix), p) for p in base.glob(f"{prefix}*")]
-    for _, folder in sorted([(int(n), p) for n, p in numbered if n.isdecimal()], reverse=True):
-        state = load_state(folder)
-        if state is not None:
-            return state
-    return None
+def read_marker(data: bytes, where: str) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
+    """Facts, and (bytes, SHA-256) of each file, by name. Raises FormatError for anything but a marker."""
+    try:
+        marker = json.loads(data)
+    except ValueError as error:
+        raise FormatError(where, expected="JSON", found=str(error)) from error
+    try:
+        facts, vouched = marker["facts"], {n: (e["bytes"], e["sha256"]) for n, e in marker["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        expected = "facts, and bytes and sha256 of each of its files"
+        raise FormatError(where, expected=expected, found=repr(error)) from error
+    for name in vouched:
+        if "/" in name or name in ("", ".", ".."):  # a marker may come from a store that others write to
+            raise FormatError(where, expected="names of files in its folder", found=repr(name))
+    return facts, vouched
 
 
 def _write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:

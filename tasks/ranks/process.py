@@ -6,8 +6,12 @@ stdout: {"event": NAME, ...}, one a line; {"event": "error", "text", and the par
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,42 @@ from infra import waiting
 from schemas.errors import OpdError
 
 Say = Callable[..., None]
+_saying = threading.Lock()
+
+
+class Preempted(BaseException):
+    """SIGTERM arrived; what must be kept is kept. No Exception, so that nobody's retry takes it for a failure."""
+
+
+class StopSignal:
+    """SIGTERM: noticed between steps, or raised at once as Preempted where nothing would be lost."""
+
+    def __init__(self) -> None:
+        self.arrived: float | None = None
+        self._at_once = False
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, *_: object) -> None:
+        first = self.arrived is None
+        self.arrived = self.arrived or time.monotonic()
+        if self._at_once and first:
+            raise Preempted
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self._at_once = True
+        try:
+            if self.arrived is not None:
+                raise Preempted
+            yield
+        finally:
+            self._at_once = False
 
 
 def say(event: str, **facts: Any) -> None:
-    """One message to the parent."""
-    print(json.dumps({"event": event, **facts}), flush=True)
+    """One message to the parent, whole, from any thread."""
+    with _saying:
+        print(json.dumps({"event": event, **facts}) + "\n", end="", flush=True)
 
 
 def _say_wait(text: str) -> None:

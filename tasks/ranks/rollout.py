@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import functools
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -40,7 +38,7 @@ from ml.rollout.wal_format import Spill, prompt_digest
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, recover, segments_of
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, StoreError
-from tasks.ranks.process import Say, run_rank, say
+from tasks.ranks.process import Preempted, Say, StopSignal, run_rank, say
 from tasks.ranks.rollout_results import Response, publish
 from tasks.ranks.shared_student import load_student
 from tasks.ranks.spills import put_in_time, read_spills
@@ -53,34 +51,6 @@ _REPORT_SECONDS = 0.25
 _ERROR = "error: "
 #: From the last seal to the end of the process: the lease is released, Python ends.
 _EXIT_SECONDS = 1.0
-
-
-class Preempted(BaseException):
-    """SIGTERM arrived; what must be kept is kept. No Exception, so that nobody's retry takes it for a failure."""
-
-
-class StopSignal:
-    """SIGTERM: noticed between steps, or raised at once as Preempted where nothing would be lost."""
-
-    def __init__(self) -> None:
-        self.arrived: float | None = None
-        self._at_once = False
-        signal.signal(signal.SIGTERM, self._handle)
-
-    def _handle(self, *_: object) -> None:
-        self.arrived = self.arrived or time.monotonic()
-        if self._at_once:
-            raise Preempted
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        self._at_once = True
-        try:
-            if self.arrived is not None:
-                raise Preempted
-            yield
-        finally:
-            self._at_once = False
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,25 @@
 """One rank of the training stage: `python -m tasks.ranks.train WORK.json`, RANK and friends from the environment.
 
 Rank 0 owns the partition's lease, speaks JSON lines on stdout, writes the objects and finishes. A killed group
-starts again from the newest complete mid-plan checkpoint in its scratch folder, else from the student that the
-iteration began with; either way the bytes that it makes are the same.
+starts again from the newest whole checkpoint (`tasks.ranks.checkpoints`), else from the student that the iteration
+began with; either way the bytes that it makes are the same.
 
-    stdout: {"event": "progress" | "metrics" | "resumed" | "finished" | "error", ...}
+SIGTERM, to any rank: at the end of the step, or before the next micro-batch of a longer one, all ranks agree to stop.
+The parameters are then those of the last finished step: they are saved, their upload is waited for within the grace,
+and the group exits with status 75. Before the first step nothing is lost, and it exits at once.
+
+    stdout: {"event": "working" | "progress" | "metrics" | "resumed" | "checkpoint" | "stored" | "notice" | "stopped"
+             | "finished" | "error", ...}
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
-import shutil
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,16 +38,20 @@ from ml.train.batches import Frame, schedule
 from ml.train.engine import EngineSettings, TrainEngine
 from ml.train.heads import TeacherHeads
 from ml.train.loader import NodeLoader, RankBatches
-from ml.train.loop import Report, train
+from ml.train.loop import Report, reduce, train
 from ml.train.loss import LossSettings, Student
-from ml.train.state import State, load_state, newest_state, save_state
+from ml.train.state import State, load_state, save_state
 from schemas import keys
 from schemas.config import compute_dtype
-from schemas.errors import ContractError
-from tasks.ranks.process import run_rank, say
+from schemas.errors import EXIT_PREEMPTED, ContractError, OpdError
+from tasks.ranks.checkpoints import Checkpoints
+from tasks.ranks.checkpoints import put_file as _put_file
+from tasks.ranks.process import Preempted, StopSignal, run_rank, say
 
 _EXPORT_SHARD_BYTES = 1 << 30
 _PREFIX = "transformer."
+#: From the last upload to the end of the process: the lease is released.
+_EXIT_SECONDS = 2.0
 
 
 @dataclass
@@ -80,83 +88,152 @@ class Notes:
                 self.new = []
 
 
-def run(work: dict[str, Any]) -> None:
-    """This rank's part of the work; see tasks.train for the fields. Raises OpdError."""
+def run(work: dict[str, Any], stop: StopSignal) -> None:
+    """This rank's part of the work; see tasks.train for the fields. Raises OpdError, and Preempted after SIGTERM."""
     torch.set_num_threads(work["threads"])
     device = rank_device()
-    rank, _ = join_ranks(device)
+    with stop.at_once():
+        rank, _ = join_ranks(device)
     store = open_store(work["root"])
     if rank > 0:
         if not _told(None):
-            _train_and_export(work, store, device, None)
+            _train_and_export(work, store, device, stop, None, None)
         return
     owner = {"stage": "train", "iteration": work["iteration"]}
-    lease = leases.acquire(store, work["owned"], owner=owner, dead_after_seconds=work["dead_after_seconds"])
+    with stop.at_once():
+        lease = leases.acquire(store, work["owned"], owner=owner, dead_after_seconds=work["dead_after_seconds"])
     if _told(isinstance(lease, leases.Finished)) or isinstance(lease, leases.Finished):
         say("finished", epoch=lease.epoch)
         return
     with lease:
-        manifest = _train_and_export(work, store, device, lease)
+        # Named by the stage's own prefix, so that a checkpoint of another plan or configuration is never taken up.
+        scratch = Path(work["scratch"]) / keys.local_name(work["owned"])
+        checkpoints = Checkpoints(store, lease, scratch, say)
+        manifest = _train_and_export(work, store, device, stop, lease, checkpoints)
         lease.finish(manifest)
+    checkpoints.clear()
     say("finished", epoch=lease.epoch)
 
 
+class Boundaries:
+    """What ranks agree on where no update is in work: to save, or to stop. All of them call it at the same places.
+
+    checkpoints: on rank 0. steps: finished, of which the parameters are.
+    """
+
+    def __init__(
+        self, work: dict[str, Any], engine: TrainEngine, notes: Notes, stop: StopSignal,
+        checkpoints: Checkpoints | None, steps: int, num_steps: int, optimizer_steps: int,
+    ) -> None:  # fmt: skip
+        self._settings, self._engine, self._notes, self._stop = work["train"], engine, notes, stop
+        self._checkpoints, self._num_steps = checkpoints, num_steps
+        self._optimizer_steps = optimizer_steps - steps  # of the iterations before
+        self.steps = self._saved = steps
+        self._num_rows = len(notes.rows)
+        self._saved_at, self._save_seconds = time.monotonic(), 0.0
+
+    def step_end(self, steps: int) -> None:
+        """Raises Preempted, with the state of this step kept, when any rank was told to stop."""
+        self.steps, self._num_rows = steps, len(self._notes.rows)
+        every, seconds = self._settings["save_every_steps"], self._settings["save_every_seconds"]
+        due = (every and steps % every == 0) or (seconds and time.monotonic() - self._saved_at > seconds)
+        stopped, due = self._agreed(self._stop.arrived is not None, bool(due) and steps < self._num_steps)
+        if due and not stopped:
+            self._save()
+        if stopped:
+            self._leave()
+
+    def before_next(self) -> None:
+        """Between micro-batches. Raises Preempted, with the state of the last finished step kept."""
+        if self._agreed(self._stop.arrived is not None, False)[0]:
+            self._leave()
+
+    def _agreed(self, stopped: bool, due: bool) -> tuple[bool, bool]:
+        # Any rank may have the signal; the clock is rank 0's alone.
+        due = due and self._notes.rank == 0
+        stop, save = reduce(torch.tensor([stopped, due], dtype=torch.float64), "max").tolist()
+        return bool(stop), bool(save)
+
+    def _save(self) -> None:
+        started = time.monotonic()
+        facts = {"steps": self.steps, "optimizer_steps": self._optimizer_steps + self.steps,
+                 "metrics": self._notes.rows[: self._num_rows]}  # fmt: skip
+        tensors = (pair for part in (self._engine.parameters(), self._engine.moments()) for pair in part)
+        if self._checkpoints is None:
+            for _ in tensors:  # gathering is collective: every rank takes part, rank 0 writes
+                continue
+        else:
+            self._checkpoints.save(self.steps, tensors, facts)
+        self._saved, self._saved_at = self.steps, time.monotonic()
+        self._save_seconds = self._saved_at - started
+
+    def _leave(self) -> None:
+        arrived = self._stop.arrived or time.monotonic()
+        deadline = arrived + self._settings["grace_seconds"] - _EXIT_SECONDS
+        if self._saved < self.steps and _told(time.monotonic() + self._save_seconds < deadline):
+            self._save()
+        if self._checkpoints is not None:
+            stored = self._checkpoints.settle(self._saved, deadline) if self._saved else 0
+            say("stopped", steps=self.steps, saved=self._saved, stored=stored)
+        _told(None)  # the group ends when its first rank does
+        raise Preempted
+
+
 def _train_and_export(
-    work: dict[str, Any], store: ObjectStore, device: torch.device, lease: leases.Lease | None
-) -> dict[str, Any]:
+    work: dict[str, Any], store: ObjectStore, device: torch.device, stop: StopSignal,
+    lease: leases.Lease | None, checkpoints: Checkpoints | None,
+) -> dict[str, Any]:  # fmt: skip
     """Trains; on rank 0, which holds the lease, uploads and returns the partition manifest."""
     started = time.monotonic()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    # Named by the stage's own prefix, so that a checkpoint of another plan or configuration is never taken up.
-    scratch = Path(work["scratch"]) / keys.local_name(work["owned"])
-    resumed = _told(newest_state(scratch, "step-") if rank == 0 else None)
-    first_step = resumed.facts["steps"] if resumed else 0
-    plan = _read_rows(work["plan_rows_path"])
-    num_steps = 1 + max((r["step"] for r in plan if r["split"] == "train"), default=-1)
-    frames = schedule(
-        plan, _read_rows(work["trajectory_rows_path"]), _read_rows(work["hidden_rows_path"]),
-        ranks=ranks, first_step=first_step,
-    )  # fmt: skip
-    engine, optimizer_steps = _engine(work, device, resumed)
+    with stop.at_once():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        resumed = _told(checkpoints.newest() if checkpoints else None)
+        first_step = resumed.facts["steps"] if resumed else 0
+        plan = _read_rows(work["plan_rows_path"])
+        num_steps = 1 + max((r["step"] for r in plan if r["split"] == "train"), default=-1)
+        frames = schedule(
+            plan, _read_rows(work["trajectory_rows_path"]), _read_rows(work["hidden_rows_path"]),
+            ranks=ranks, first_step=first_step,
+        )  # fmt: skip
+        engine, optimizer_steps = _engine(work, device, resumed)
     notes = Notes(work, rank, len(frames) // ranks)
     if resumed:
         notes.rows = list(resumed.facts["metrics"])
         notes.say("resumed", steps=first_step)
-
-    def step_end(steps: int) -> None:
-        every = work["train"]["save_every_steps"]
-        if every and steps % every == 0 and steps < num_steps:
-            facts = {"steps": steps, "optimizer_steps": optimizer_steps + steps - first_step, "metrics": notes.rows}
-            _save_mid_plan(engine, scratch, rank, steps, facts)
-
+    boundaries = Boundaries(work, engine, notes, stop, checkpoints, first_step, num_steps, optimizer_steps)
     loader, batches = _open_loader(work, store, frames, device)
+    teachers = {t["teacher_index"]: (Path(t["folder"]), t["head_digest"]) for t in work["teachers"]}
+
+    def read(teacher_index: int) -> torch.Tensor:
+        folder, digest = teachers[teacher_index]
+        return read_head(folder, digest=digest)
+
+    patience_seconds = None
     try:
-        teachers = {t["teacher_index"]: (Path(t["folder"]), t["head_digest"]) for t in work["teachers"]}
-
-        def read(teacher_index: int) -> torch.Tensor:
-            folder, digest = teachers[teacher_index]
-            return read_head(folder, digest=digest)
-
         train(
             engine,
             batches,
             TeacherHeads(read, vocab_size=work["vocab_size"], device=device),
-            Report(notes.metric, notes.micro_batch, step_end),
+            Report(notes.metric, notes.micro_batch, boundaries.step_end, boundaries.before_next),
             num_teachers=1 + max(teachers),
             first_step=first_step,
             num_steps=num_steps,
             sampler_compute=COMPUTE_DTYPES[compute_dtype(work["precision"])],
         )
         notes.say("metrics", rows=notes.new)
+    except BaseException:
+        patience_seconds = 0.0  # what a read still waits for is no reason to be late with the news
+        raise
     finally:
         if loader is not None:
-            loader.close()
-    manifest = _export(work, store, engine, lease, notes, num_steps, optimizer_steps + num_steps - first_step)
+            loader.close(patience_seconds)
+    if checkpoints is not None:
+        checkpoints.stop()
+    manifest = _export(work, store, engine, lease, checkpoints, notes, num_steps,
+                       optimizer_steps + num_steps - first_step)  # fmt: skip
     stats = {"seconds": time.monotonic() - started, "steps": num_steps, "ranks": ranks}
     manifest |= {"stats": stats | observed(device)}
     engine.close()
-    if rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
     return manifest
 
 
@@ -217,33 +294,22 @@ def _open_loader(
     return loader, RankBatches(folder, mine, rank=local_rank, ranks=local_ranks, device=device)
 
 
-def _save_mid_plan(engine: TrainEngine, scratch: Path, rank: int, steps: int, facts: dict[str, Any]) -> None:
-    tensors = (pair for part in (engine.parameters(), engine.moments()) for pair in part)
-    if rank > 0:
-        for _ in tensors:  # gathering is collective: every rank takes part, rank 0 writes
-            continue
-        return
-    save_state(scratch / f"step-{steps:06d}", tensors, facts)
-    for old in scratch.glob("step-*"):
-        if old.name != f"step-{steps:06d}":
-            shutil.rmtree(old, ignore_errors=True)
-
-
 def _export(
     work: dict[str, Any], store: ObjectStore, engine: TrainEngine, lease: leases.Lease | None,
-    notes: Notes, steps: int, optimizer_steps: int,
+    checkpoints: Checkpoints | None, notes: Notes, steps: int, optimizer_steps: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Model folder, optimizer and metric rows as objects; without the lease only the collective gathering."""
     parameters = ((name.removeprefix(_PREFIX), tensor) for name, tensor in engine.parameters())
-    if lease is None:
+    if lease is None or checkpoints is None:
         for _ in (*parameters, *(engine.moments() if optimizer_steps else ())):
             continue
         return {}
-    out = Path(work["out_folder"])
+    out = checkpoints.folder / "out"  # of this epoch alone: nobody swaps it between its digest and its upload
     source = Path(work["student_folder"])
     save_model(
         out / "export", read_config(source), parameters, companions=source, shard_bytes=_EXPORT_SHARD_BYTES
     )  # fmt: skip
+    notes.say("working", on="export")
     save_state(out / "optimizer", engine.moments() if optimizer_steps else (), {"optimizer_steps": optimizer_steps})
     version = model_digest(out / "export")
     inexact = _fp8_inexact(work, out / "export", notes, steps)
@@ -253,6 +319,7 @@ def _export(
         for path in sorted((out / group).iterdir()):
             key = keys.owned_object(lease.owned, lease.epoch, f"{group}/{path.name}")
             objects.append({"group": group, "name": path.name, "key": key, **_put_file(store, key, path)})
+            notes.say("working", on=f"upload of {group}/{path.name}")
     data = b"".join(keys.canonical_json(row) + b"\n" for row in notes.rows)
     rows_key = keys.owned_object(lease.owned, lease.epoch, "rows.jsonl")
     store.put(rows_key, data)
@@ -263,10 +330,10 @@ def _export(
         "keys": json.dumps({group: [o["key"] for o in objects if o["group"] == group]
                             for group in ("export", "optimizer")}),
     }  # fmt: skip
-    shutil.rmtree(out, ignore_errors=True)
     return {
         "objects": objects, "rows_key": rows_key, "rows_digest": keys.digest_bytes(data),
         "num_rows": len(notes.rows), "checkpoint": checkpoint, "fp8_inexact": inexact,
+        "notices": checkpoints.notices,
     }  # fmt: skip
 
 
@@ -282,19 +349,6 @@ def _fp8_inexact(work: dict[str, Any], export: Path, notes: Notes, steps: int) -
     return inexact
 
 
-def _put_file(store: ObjectStore, key: str, path: Path) -> dict[str, Any]:
-    """Upload without a copy in memory."""
-    if path.stat().st_size == 0:
-        store.put(key, b"")
-        return {"digest": keys.digest_bytes(b""), "bytes": 0}
-    with open(path, "rb") as file:
-        # Never closed by hand: an error of the store holds views of the bytes in its frames, and closing under them
-        # would raise in its place. The mapping ends with the last of them.
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    store.put(key, data)
-    return {"digest": keys.digest_bytes(data), "bytes": len(data)}
-
-
 def _told(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     box = [value]
@@ -308,11 +362,27 @@ def _read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
+    stop = StopSignal()
+
     def run_in_group(work: dict[str, Any]) -> None:
-        run(work)
+        try:
+            run(work, stop)
+        except OpdError:
+            raise
+        except Exception:
+            if stop.arrived is None:
+                raise
+            # Another rank has left at once, and a collective with it failed here.
+            print(traceback.format_exc(), file=sys.stderr)
+            raise Preempted from None
         leave_ranks()
 
-    return run_rank(arguments, run_in_group)
+    try:
+        return run_rank(arguments, run_in_group)
+    except Preempted:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_PREEMPTED)  # nothing is waited for: a read, an upload, threads of a group that is no more
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from ml.model_files import model_digest, model_digests
 from ml.train.state import load_state
 from schemas.errors import StoreError
 from schemas.rows import CHECKPOINTS, METRICS
-from tasks.ranks.train import _put_file as put_file
+from tasks.ranks.checkpoints import put_file
 from tests.tiny import tiny_model
 from tests.train_site import (
     OWNED,
@@ -151,13 +151,13 @@ def test_a_killed_rank_continues_from_its_checkpoint_with_the_same_bytes(base, s
     group = Group(work)
     scratch = work.parent / "scratch"
     deadline = time.monotonic() + 120
-    while not list(scratch.glob("*/step-*/state.json")):
+    while not list(scratch.glob("*/e*/step-*/state.json")):
         assert group.processes[0].is_alive(), "it ended before it was killed"
         assert time.monotonic() < deadline
         time.sleep(0.002)
     group.kill()
     assert group.statuses() == [-signal.SIGKILL]
-    (torn,) = [p.parent for p in scratch.glob("*/step-*/state.json")]
+    torn = next(scratch.glob("*/e*/step-*/state.json")).parent
     (torn.parent / "step-000099").mkdir()  # a checkpoint whose marker was never written
     told = events(work)
     resumed = [e for e in told if e["event"] == "resumed"]

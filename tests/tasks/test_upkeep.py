@@ -41,6 +41,7 @@ def write_partition(store: ObjectStore, tmp_path: Path, prefix: str, partition: 
                 log.append_step([number], [step], [7], [-1.0], [-1.0])
                 log.seal()
         store.put(keys.owned_object(owned, epoch, "spill/00000.safetensors"), bytes(1000))
+        store.put(keys.owned_object(owned, epoch, "checkpoints/000004/state.json"), b"state")
         store.put(keys.owned_object(owned, epoch, "tokens.safetensors"), b"tokens")
         store.put(keys.owned_object(owned, epoch, "rows.jsonl"), b"rows")
         if epoch == 2 and finish:
@@ -70,8 +71,9 @@ def put_manifest(store: ObjectStore, prefix: str, epochs: dict[int, int]) -> Non
 
 
 def goes(key: str) -> bool:
-    """Of a finished partition: logs, spills, and what the first owner wrote alone."""
-    return "/wal/" in key or "/spill/" in key or key.endswith(("/e000001/tokens.safetensors", "/e000001/rows.jsonl"))
+    """Of a finished partition: logs, spills, checkpoints in its middle, and what the first owner wrote alone."""
+    left = ("/e000001/tokens.safetensors", "/e000001/rows.jsonl")
+    return any(f"/{name}/" in key for name in ("wal", "spill", "checkpoints")) or key.endswith(left)
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def totals(collected: list[Collected]) -> dict[tuple[str, str | None], int]:
 def test_only_logs_and_leftovers_of_finished_stages_go(world):
     before = world.list("")
     expected = {key for key in before if goes(key) and not key.startswith(UNFINISHED)}
-    assert len(expected) == 2 * 2 * (2 * (3 + 1) + 2)
+    assert len(expected) == 2 * 2 * (2 * (3 + 1 + 1) + 2)
     dry = upkeep(world.root, dry_run=True)
     assert world.list("") == before
     assert upkeep(world.root) == dry
@@ -99,6 +101,7 @@ def test_only_logs_and_leftovers_of_finished_stages_go(world):
     assert totals(dry) == {
         ("segments of token logs", "r"): 12, ("spilled KV", "r"): 4, ("segments of token logs", "s"): 12,
         ("spilled KV", "s"): 4, ("epochs of table leases", None): 0, ("unfinished writes", None): 0,
+        ("checkpoints in the middle of plans", "r"): 4, ("checkpoints in the middle of plans", "s"): 4,
         ("objects of superseded owners", "r"): 4, ("objects of superseded owners", "s"): 4,
     }  # fmt: skip
     assert sum(line.num_bytes for line in dry if line.what == "spilled KV") == 8 * 1000
@@ -169,7 +172,7 @@ def test_killed_after_every_deletion(tmp_path, monkeypatch):
         assert set(store.list("")) == kept
         if not died:
             break
-    assert k == 10
+    assert k == 12
 
 
 def aged(folder: Path, seconds: float) -> None:
