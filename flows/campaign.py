@@ -15,6 +15,7 @@ from prefect.settings import PREFECT_API_URL
 
 from flows import preemption
 from flows.iteration import iteration_flow
+from flows.server import guard_server
 from infra.store import ObjectStore, open_store
 from schemas import config as run_config
 from schemas import keys
@@ -38,6 +39,7 @@ def reach_server() -> None:
     """
     url = PREFECT_API_URL.value()
     if url is None:
+        guard_server()
         return
     try:
         with get_client(sync_client=True) as client:
@@ -55,6 +57,7 @@ def run_campaign(
     config: RunConfig, *, progress: Progress = silent, from_iteration: int | None = None
 ) -> tuple[list[dict[str, StageResult]], dict[str, Any]]:
     """Run or continue a campaign in this process. Returns each iteration's stage results, and the session's notes."""
+    preemption.forget()
     reach_server()
     with open_session(config, progress=progress, from_iteration=from_iteration) as session:
         return _campaign(config.run_id, config.iterations), session.notes

@@ -441,11 +441,29 @@ def _on_sigterm(_number: int, _frame: Any) -> None:
     raise _Stopped
 
 
+def _stop_when_hung_up() -> None:
+    """A closed terminal is a stop like SIGTERM, unless `nohup` or the like has had SIGHUP ignored."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return
+    terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
+
+    def on_sighup(_number: int, _frame: Any) -> None:
+        # Writing to a terminal that is gone fails, and would take the place of the stop.
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for fd in terminals:
+            os.dup2(nowhere, fd)
+        os.close(nowhere)
+        os.kill(os.getpid(), signal.SIGTERM)  # to whoever handles it now: this module, or Prefect inside a flow
+
+    signal.signal(signal.SIGHUP, on_sighup)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Errors of the family print their text and give their own exit status."""
     try:
         arguments = _parser().parse_args(argv)
         signal.signal(signal.SIGTERM, _on_sigterm)
+        _stop_when_hung_up()
         if "data" in arguments:  # somebody sits and waits: not for as long as a run may (store_patience_seconds)
             os.environ.setdefault("OPD_STORE_PATIENCE_SECONDS", "20")
         return _COMMANDS[arguments.command](arguments)

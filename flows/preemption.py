@@ -27,6 +27,11 @@ def preempted() -> State:
     return State(type=StateType.CRASHED, name=NAME, message=_MESSAGE)
 
 
+def forget() -> None:
+    """A campaign begins: what stopped an earlier one of this process, as in a notebook, is no stop of this one."""
+    _stops.clear()
+
+
 @contextlib.contextmanager
 def noting_stops() -> Iterator[None]:
     """Around whatever runs inside a flow: a stop that passes is remembered, so that crash hooks know it."""

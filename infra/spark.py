@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import importlib
 import json
 import logging
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 _LOG_LINES = 15
 _TICK_SECONDS = 1.0
+_WORD_SECONDS = 10.0
+_SCRATCH = "opd-spark-"
 #: A flow runs a few dozen short jobs: the optimising compiler and parallel collectors cost twice what they win.
 _JVM_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 _PROJECT = Path(__file__).resolve().parents[1]
@@ -60,7 +64,7 @@ def session(root: str, settings: Spark) -> SparkSession:
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     from pyspark.sql import SparkSession
 
-    scratch = tempfile.mkdtemp(prefix="opd-spark-")
+    scratch = tempfile.mkdtemp(prefix=_SCRATCH)
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     options = {
         "spark.app.name": "opd",
@@ -165,7 +169,8 @@ class SparkChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: int | None = None
         self._received = bytearray()
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._late = False
+        self._scratch: _Scratch | None = None
 
     def __enter__(self) -> SparkChild:
         return self
@@ -189,15 +194,17 @@ class SparkChild:
         """Result of `function` ("module:name") called in the child as function(spark, **kwargs).
 
         Arguments and result are JSON values, and the function must be safe to run again: when the child dies under
-        it, a new child runs it once more. An OpdError raised there is raised here as itself; any other exception, and
-        a second death, is a StageError with the end of the log.
+        it, or has no answer in `call_seconds` and is killed, a new child runs it once more. An OpdError raised there is
+        raised here as itself; any other exception, and a second death, is a StageError with the end of the log.
         """
         request = json.dumps({"function": function, "kwargs": kwargs}, allow_nan=False).encode() + b"\n"
         with self._lock:
-            answer = self._exchange(request) or self._exchange(request)
+            answer = self._exchange(function, request) or self._exchange(function, request)
         if answer is None:
+            limit = f"{self._settings['call_seconds']:g} s (spark.call_seconds)"
+            died = f"none in {limit}, twice: " if self._late else "it died twice: "
             raise StageError(
-                f"Spark process, {function}", expected="an answer", found="it died twice: " + self._log_end(),
+                f"Spark process, {function}", expected="an answer", found=died + self._log_end(),
                 safe="committed tables: a commit is whole or not there", next_command=f"less {self._log_path}",
             )  # fmt: skip
         if "result" in answer:
@@ -216,7 +223,7 @@ class SparkChild:
 
     def _start(self) -> None:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.TemporaryDirectory(prefix="opd-spark-", ignore_cleanup_errors=True)
+        scratch = self._scratch = _Scratch()
         answers, child_end = os.pipe()
         path = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "infra.spark", "serve", str(child_end), self._root]
@@ -224,21 +231,22 @@ class SparkChild:
             with open(self._log_path, "ab") as log:
                 self._process = subprocess.Popen(
                     [*command, json.dumps(dict(self._settings))],
-                    stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(child_end,),
-                    env={**os.environ, "PYTHONPATH": path, "TMPDIR": self._scratch.name},
+                    stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(child_end, scratch.lock),
+                    env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(scratch.folder)},
                     # A group of its own: Ctrl-C is the flow's to handle, and the JVM can be ended with its parent.
                     start_new_session=True,
                 )  # fmt: skip
         except BaseException:
             os.close(answers)
+            scratch.remove()
             raise
         finally:
             os.close(child_end)
         self._answers = answers
         self._received.clear()
 
-    def _exchange(self, request: bytes) -> dict[str, Any] | None:
-        """The answer, or None when the child died."""
+    def _exchange(self, function: str, request: bytes) -> dict[str, Any] | None:
+        """The answer, or None when the child died or was killed since it had none in time."""
         if self._process is None:
             self._start()
         assert self._process is not None
@@ -247,7 +255,7 @@ class SparkChild:
         try:
             self._process.stdin.write(request)
             self._process.stdin.flush()
-            while (answer := self._next_message()) is not None and "waits" in answer:
+            while (answer := self._next_message(function)) is not None and "waits" in answer:
                 self.tell(answer["waits"])
         except BrokenPipeError:
             pass
@@ -259,12 +267,23 @@ class SparkChild:
             self._stop()
         return answer
 
-    def _next_message(self) -> dict[str, Any] | None:
-        """What the child writes next, None at its end."""
+    def _next_message(self, function: str) -> dict[str, Any] | None:
+        """What the child writes next; None at its end, or when it writes nothing in `call_seconds`."""
         assert self._answers is not None
         arrived = select.poll()
         arrived.register(self._answers, select.POLLIN)
+        limit = self._settings["call_seconds"]
+        began = told = time.monotonic()
+        self._late = False
         while b"\n" not in self._received:
+            now = time.monotonic()
+            if now - began >= limit:
+                self._late = True
+                self.tell(f"Spark: no answer to {function} in {limit:g} s: killed; its log: {self._log_path}")
+                return None
+            if now - told >= _WORD_SECONDS:
+                told = now
+                self.tell(f"Spark: {function} has run for {now - began:.0f} s; its log: {self._log_path}")
             if not arrived.poll(_TICK_SECONDS * 1000):
                 self.tick()
             elif data := os.read(self._answers, 1 << 16):
@@ -289,7 +308,8 @@ class SparkChild:
         if answers is not None:
             os.close(answers)
         if self._scratch is not None:
-            self._scratch.cleanup()
+            self._scratch.remove()
+            self._scratch = None
 
     def _log_end(self) -> str:
         try:
@@ -297,6 +317,41 @@ class SparkChild:
         except FileNotFoundError:
             return "(no log)"
         return "\n".join(lines[-_LOG_LINES:])
+
+
+class _Scratch:
+    """A temporary folder for a child and its JVM. A flow that is killed leaves it to the next start of any.
+
+    lock: descriptor that holds folder/lock; the child inherits it, so that a folder whose lock is free has no owner.
+    """
+
+    def __init__(self) -> None:
+        for old in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+            _reap(old)
+        self.folder = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+        new = self.folder / "lock.new"
+        self.lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        new.rename(self.folder / "lock")  # seen by others only once it is held
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.lock)
+
+
+def _reap(folder: Path) -> None:
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return  # another user's, or one that has no lock yet
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def _serve(answer_fd: int, root: str, settings: Spark) -> None:

@@ -284,6 +284,9 @@ class Spark(Section):
     cores: int = operational(2, gt=0)
     driver_memory: str = operational("2g", pattern=r"^[0-9]+[gm]$")
     shuffle_partitions: int = operational(4, gt=0)
+    call_seconds: float = operational(
+        3600.0, gt=0, description="one call of the Spark process; then it is killed, and the call tried once more"
+    )
     jars: str = operational("jars", description="folder of the pinned Delta jars")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from schemas.errors import StageError
 
@@ -28,18 +29,25 @@ class GivenUp:
 
 
 class Suspects:
-    """Of one partition, over all of its workers. trajectory_ids: in the order in which a worker takes them."""
+    """Of one partition, over all of its workers. trajectory_ids: in the order in which a worker takes them.
 
-    def __init__(self, trajectory_ids: Sequence[str]) -> None:
+    before: `to_json` of an earlier driver's.
+    """
+
+    def __init__(self, trajectory_ids: Sequence[str], before: Mapping[str, Any] | None = None) -> None:
         self._order = list(trajectory_ids)
-        self._apart: list[list[str]] = []
-        self._strikes: dict[str, int] = {}
-        self._struck_at: dict[str, int] = {}
+        self._apart: list[list[str]] = list(before["apart"]) if before else []
+        self._strikes: dict[str, int] = dict(before["strikes"]) if before else {}
+        self._struck_at: dict[str, int] = dict(before["struck_at"]) if before else {}
         self._began: Mapping[str, int] = {}
         self._tokens: Mapping[str, int] = {}
         self._positions = 0
         self.running: list[str] = []
         self.struck: list[str] = []
+
+    def to_json(self) -> dict[str, Any]:
+        """What the past lives have shown."""
+        return {"apart": self._apart, "strikes": self._strikes, "struck_at": self._struck_at}
 
     @property
     def groups(self) -> list[list[str]]:

@@ -109,7 +109,9 @@ def _partitions(store: ObjectStore, run_id: str, scratch: Path | None, dry_run: 
     checkpoints: list[str] = []
     superseded: list[str] = []
     for (prefix, partition), objects in owned.items():
-        only_results = not any(name.startswith(("wal/", "spill/", "checkpoints/")) for _, name, _ in objects)
+        only_results = not any(
+            name.startswith(("wal/", "life.json", "spill/", "checkpoints/")) for _, name, _ in objects
+        )
         if only_results and len({epoch for epoch, _, _ in objects}) == 1:
             continue
         found = finished.get(prefix, partition)
@@ -118,7 +120,7 @@ def _partitions(store: ObjectStore, run_id: str, scratch: Path | None, dry_run: 
         named = {found.manifest["rows_key"], *(entry["key"] for entry in found.manifest["objects"])}
         # The newest segment first: what a crash leaves is the beginning of a log, and so a whole one.
         for epoch, name, key in sorted(objects, reverse=True):
-            if name.startswith("wal/"):
+            if name.startswith(("wal/", "life.json")):
                 segments.append(key)
             elif name.startswith("spill/"):
                 spills.append(key)

@@ -23,13 +23,16 @@ from typing import Any, Protocol
 from infra import launch
 from infra.launch import RankCommand, RankProcess
 from infra.terminal import tell
+from infra.threads import at_once
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
 from tasks.drill import Drill
+from tasks.lives import last_life
 from tasks.session import LOGS, Session
-from tasks.suspects import Suspects, check_given_up
+from tasks.suspects import GivenUp, Suspects, check_given_up
 
 _POLL_SECONDS = 0.02
+_READ_AT_ONCE = 8
 #: How many times longer than a batch the start of a process may take, which reads a model, and at least how long.
 _LOADING, _LOADING_SECONDS = 4, 120.0
 
@@ -128,6 +131,7 @@ class Pool:
         """Raises StageError when a partition keeps failing or too many trajectories are given up, or the error that
         a worker reported."""
         try:
+            self._remember()
             for worker in self.workers:
                 self._start(worker)
             looked = time.monotonic()
@@ -155,6 +159,23 @@ class Pool:
                 return worker.process
         return None
 
+    def _remember(self) -> None:
+        """What partitions of trajectories went through under earlier drivers."""
+        partitions = [p for p, entry in self.todo.items() if "requests" in entry]
+
+        def last(partition: int) -> tuple[Suspects, GivenUp | None] | None:
+            owned = keys.partition_prefix(self.work["stage_prefix"], partition)
+            return last_life(self.session.store, Path(self.work["scratch"]), owned, self._ids(partition))
+
+        for partition, life in zip(partitions, at_once(last, partitions, _READ_AT_ONCE), strict=True):
+            if life is not None:
+                self.suspects[partition], found = life
+                if found is not None:
+                    self.given_up[partition] = {found.trajectory_id: found.text}
+
+    def _ids(self, partition: int) -> list[str]:
+        return sorted(r["trajectory_id"] for r in self.todo[partition]["requests"])
+
     def _start(self, worker: _Worker) -> None:
         if not worker.left:
             worker.process = None
@@ -167,6 +188,7 @@ class Pool:
             if partition in self.suspects:
                 entry["groups"] = self.suspects[partition].groups
                 entry["given_up"] = self.given_up.get(partition, {})
+                entry["suspects"] = self.suspects[partition].to_json()
                 self.suspects[partition].started()
             entries.append(entry)
         worker.still_seconds = worker.silent_seconds = 0.0
@@ -229,8 +251,7 @@ class Pool:
         if sum(message["recovered"].values()) > sum(before["recovered"].values()):
             self.attempts[partition] = 0
         self.resumed[partition] = message
-        ids = sorted(r["trajectory_id"] for r in self.todo[partition]["requests"])
-        self.suspects.setdefault(partition, Suspects(ids)).resumed(message["recovered"])
+        self.suspects.setdefault(partition, Suspects(self._ids(partition))).resumed(message["recovered"])
         if message["given_up"]:
             self.given_up.setdefault(partition, {}).update(message["given_up"])
 

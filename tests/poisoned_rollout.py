@@ -1,7 +1,7 @@
 """A rollout worker with a trajectory that kills it, or makes it stand still: `python -m tests.poisoned_rollout WORK`.
 
-OPD_TEST_POISON is JSON: {trajectory_id: [tokens, "die" | "hang" | "starve"]}, done once it holds so many tokens and is
-among the sequences that may be in the cache.
+OPD_TEST_POISON is JSON: {trajectory_id: [tokens, "die" | "die with driver" | "hang" | "starve"]}, done once it holds so
+many tokens and is among the sequences that may be in the cache.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def step(self):
         if live[trajectory_id] >= tokens:
             if how == "die":
                 os.kill(os.getpid(), signal.SIGSEGV)
+            elif how == "die with driver":
+                os.kill(os.getppid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
             elif how == "hang":
                 time.sleep(600)
             # A worker whose steps go on without a token for its oldest; by its end nothing else is left to sample.

@@ -38,6 +38,7 @@ from ml.rollout.wal_format import Spill, prompt_digest
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, recover, segments_of
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, StoreError
+from tasks.lives import put_life
 from tasks.ranks.process import Preempted, Say, StopSignal, run_rank, say
 from tasks.ranks.rollout_results import Response, publish
 from tasks.ranks.shared_student import load_student
@@ -204,6 +205,7 @@ class Partition:
         self.acknowledged = entry.get("acknowledged")
         self.groups: list[list[str]] = entry.get("groups", [[r["trajectory_id"] for r in self.requests]])
         self.given_up: dict[str, str] = entry.get("given_up", {})
+        self.suspects: dict[str, Any] | None = entry.get("suspects")
         self._reported = self._checked = time.monotonic()
 
     # --- sampling
@@ -322,6 +324,11 @@ class Partition:
             unfinished = {i: None for i in group if i not in responses}
             for trajectory_id in unfinished:
                 engine.add(_engine_request(requests[trajectory_id], resumed.get(trajectory_id)))
+            if unfinished:
+                put_life(
+                    self.store, self.lease.owned, self.lease.epoch, suspects=self.suspects,
+                    recovered=recovered, group=list(unfinished), size=self.work["engine"]["max_sequences"],
+                )  # fmt: skip
             self._report(recovered | engine.live(), engine.running(), unfinished, responses, now=True)
             gained = False
             while engine.has_work():

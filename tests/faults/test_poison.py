@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from schemas.errors import StageError
 from tasks import workers
 from tasks.session import silent
 from tasks.workers import Limits, Pool
+from tests.forked import FORKS, leave
 from tests.rollout_site import OWNED, Site
 from tests.tiny import tiny_model
 
@@ -29,7 +32,7 @@ class Stage:
     """Three trajectories, two at a time, as the parent of their workers runs them."""
 
     def __init__(self, folder: Path, model: Path, monkeypatch) -> None:
-        self.site, self._monkeypatch = Site(folder, model), monkeypatch
+        self.site, self.model, self._monkeypatch = Site(folder, model), model, monkeypatch
         self.site.work["engine"]["max_sequences"] = 2
         entry = self.site.work["partitions"][0]
         entry["requests"] = sorted(entry["requests"][1:4], key=lambda r: r["trajectory_id"])
@@ -41,10 +44,20 @@ class Stage:
         self._monkeypatch.setattr(
             workers, "RankCommand", lambda module, *rest: workers.launch.RankCommand("tests.poisoned_rollout", *rest)
         )
-        session = SimpleNamespace(scratch=self.site.folder / "node", progress=silent, moves=lambda: None)
+        facts = {"progress": silent, "moves": lambda: None, "store": self.site.store}
+        session = SimpleNamespace(scratch=self.site.folder / "node", **facts)
         work = {k: v for k, v in self.site.work.items() if k != "partitions"}
         self.pool = Pool(session, "rollout", 0, work, {3: self.site.work["partitions"][0]}, 1)  # pyright: ignore
         self.pool.run(Limits(max_attempts=2, grace_seconds=5.0, **limits))  # pyright: ignore
+
+    def drive(self, poison: dict[str, tuple[int, str]], told: Path) -> int:
+        """`run` in a process of its own, whose error is written to `told`; its exit status."""
+
+        driver = FORKS.Process(target=_drive, args=(self.site.folder, self.model, poison, told))
+        driver.start()
+        driver.join(120)
+        assert driver.exitcode is not None
+        return driver.exitcode
 
     def lives(self) -> int:
         return len(self.site.store.list(keys.epochs(OWNED)))
@@ -63,6 +76,16 @@ class Stage:
             for r in rows
         }
         return {r["trajectory_id"]: r for r in rows}, tokens, found.manifest["given_up"]
+
+
+def _drive(folder: Path, model: Path, poison: dict[str, tuple[int, str]], told: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            Stage(folder, model, patch).run(poison)
+        except StageError as error:
+            told.write_text(str(error))
+            leave(6)
+    leave(0)
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +130,10 @@ def test_poison_fails_the_stage_unless_it_may_be_given_up(stage, whole, at):
     for part in (poison, "at most 0 given up", "SIGSEGV, 3 times after", "rollout.max_given_up=1"):
         assert part in str(caught.value)
     assert leases.finished(stage.site.store, OWNED) is None
+    lives = stage.lives()
     stage.run({poison: (at, "die")}, max_given_up=1)
-    assert "SIGSEGV" in assert_all_but(stage, whole, poison, at)
+    assert stage.lives() == lives + 2, "another driver tries it no more"
+    assert "unseen by this driver" in assert_all_but(stage, whole, poison, at)
 
 
 @pytest.mark.slow
@@ -133,3 +158,21 @@ def test_what_stands_still_is_killed_and_given_up(stage, whole, how, text):
     poison = stage.ids[0]
     stage.run({poison: (AT, how)}, max_given_up=1, stuck_seconds=2)
     assert text in assert_all_but(stage, whole, poison, AT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", ["kept", "lost"])
+def test_poison_that_takes_its_driver_along_is_named_by_a_later_one(stage, tmp_path, disk):
+    """As where a container is killed whole for its memory; another node has the store's copy of the log alone."""
+    poison, told = stage.ids[1], tmp_path / "told"
+    statuses = []
+    while not statuses or statuses[-1] == -signal.SIGKILL:
+        assert len(statuses) < 9
+        statuses.append(stage.drive({poison: (AT, "die with driver")}, told))
+        if disk == "lost":
+            shutil.rmtree(stage.site.folder / "node")
+    assert statuses[-1] == 6
+    assert len(statuses) >= 4
+    for part in (poison, "its worker ended unseen by this driver, 3 times after", "at most 0 given up"):
+        assert part in told.read_text()
+    assert stage.lives() == len(statuses) - 1, "the last driver knows without another life"

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from infra import tables
-from infra.spark import SparkChild
+from infra.spark import SparkChild, _Scratch
 from infra.store import open_store
 from schemas import keys
 from schemas.errors import ConfigError, ContractError, StageError, StoreError
@@ -137,3 +138,60 @@ def test_without_java_the_call_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         child.call(f"{CALLS}:count", rows=1)
     assert child.pid is None
+
+
+_STAND_IN = """#!{python}
+import os, sys, time
+from pathlib import Path
+lives = Path({lives!r})
+lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
+sys.stdin.readline()
+if len(lives.read_text()) <= {silent}:
+    time.sleep(600)
+os.write(int(sys.argv[4]), b'{{"result": "an answer"}}\\n')
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_a_call_without_an_answer_is_killed_and_tried_once_more(tmp_path: Path, monkeypatch, silent) -> None:
+    """By a stand-in for the child: what is tried is the parent's patience."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(_STAND_IN.format(python=sys.executable, lives=str(tmp_path / "lives"), silent=silent))
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    monkeypatch.setattr("infra.spark._WORD_SECONDS", 0.4)
+    said: list[str] = []
+    with SparkChild("data", {**ONE_CORE, "call_seconds": 2.5}, tmp_path / "spark.log") as child:
+        child.tell = said.append
+        if silent == 1:
+            assert child.call("module:name") == "an answer"
+        else:
+            with pytest.raises(StageError, match=r"none in 2\.5 s \(spark\.call_seconds\), twice"):
+                child.call("module:name")
+    assert "Spark: module:name has run for 1 s" in said[0]
+    assert "no answer to module:name in 2.5 s: killed" in "".join(said)
+    assert (tmp_path / "lives").read_text() == "xx"
+
+
+def test_temporary_folders_of_dead_flows_alone_are_reaped(tmp_path: Path, monkeypatch) -> None:
+    code = "import time\nfrom infra.spark import _Scratch\ns = _Scratch()\nprint(s.folder, flush=True)\ntime.sleep(600)"
+    owners = []
+    for _ in range(2):
+        environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(JARS.parent)}
+        owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        assert owner.stdout is not None
+        owners.append((owner, Path(owner.stdout.readline().strip())))
+    (dead, old), (alive, live) = owners
+    try:
+        dead.kill()
+        dead.wait()
+        (tmp_path / "opd-spark-begun").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        own = _Scratch()
+        assert {p.name for p in tmp_path.iterdir()} == {live.name, own.folder.name, "opd-spark-begun"}
+        assert not old.exists()
+        own.remove()
+    finally:
+        alive.kill()
+        alive.wait()
