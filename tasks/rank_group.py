@@ -97,7 +97,7 @@ class _Lives:
             self.stored = max(self.stored, message["steps"])
         elif event == "stopped":
             self.saved, self.stored = max(self.saved, message["saved"]), max(self.stored, message["stored"])
-        elif event == "notice":
+        elif event in ("notice", "waiting"):
             tell(f"{self.name}: {message['text']}")
 
     def watch(self, processes: Sequence[RankProcess]) -> None:

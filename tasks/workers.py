@@ -219,6 +219,8 @@ class Pool:
             worker.still_seconds = worker.silent_seconds = 0.0  # the store's fault, and no trajectory's
         elif event == "resumed":
             self._resumed(partition, message)
+        elif event == "waiting":
+            tell(f"{self.stage} of iteration {self.iteration}: {message['text']}")
         elif event == "progress":
             self.progress[partition] = (message["done"], message["total"], message["unit"])
         elif event == "finished":

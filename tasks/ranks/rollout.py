@@ -165,7 +165,10 @@ class Worker:
         owned = keys.partition_prefix(self.work["stage_prefix"], entry["partition"])
         owner = {"stage": "rollout", "partition": entry["partition"]}
         with self.stop.at_once():
-            lease = leases.acquire(self.store, owned, owner=owner, dead_after_seconds=self.work["dead_after_seconds"])
+            lease = leases.acquire(
+                self.store, owned, owner=owner, dead_after_seconds=self.work["dead_after_seconds"],
+                run_epoch=self.work.get("run_epoch"), on_wait=lambda text: self.say("waiting", text=text),
+            )  # fmt: skip
         if isinstance(lease, leases.Lease):
             with lease:
                 lease.finish(self._partition(lease, entry, rewarder))

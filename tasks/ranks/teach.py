@@ -148,8 +148,9 @@ class Worker:
         for entry in self.work["partitions"]:
             owner = {"stage": "teach", "partition": entry["partition"]}
             lease = leases.acquire(
-                self.store, entry["owned"], owner=owner, dead_after_seconds=self.work["dead_after_seconds"]
-            )
+                self.store, entry["owned"], owner=owner, dead_after_seconds=self.work["dead_after_seconds"],
+                run_epoch=self.work.get("run_epoch"), on_wait=lambda text: self.say("waiting", text=text),
+            )  # fmt: skip
             if isinstance(lease, leases.Lease):
                 with lease:
                     lease.finish(self._partition(lease, entry))

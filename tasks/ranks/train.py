@@ -101,7 +101,10 @@ def run(work: dict[str, Any], stop: StopSignal) -> None:
         return
     owner = {"stage": "train", "iteration": work["iteration"]}
     with stop.at_once():
-        lease = leases.acquire(store, work["owned"], owner=owner, dead_after_seconds=work["dead_after_seconds"])
+        lease = leases.acquire(
+            store, work["owned"], owner=owner, dead_after_seconds=work["dead_after_seconds"],
+            run_epoch=work.get("run_epoch"), on_wait=lambda text: say("waiting", text=text),
+        )  # fmt: skip
     if _told(isinstance(lease, leases.Finished)) or isinstance(lease, leases.Finished):
         say("finished", epoch=lease.epoch)
         return
