@@ -102,6 +102,7 @@ class _Lives:
 
     def watch(self, processes: Sequence[RankProcess]) -> None:
         """Kills a group that stands still: a collective holds the ranks that would go on."""
+        self._session.moves()
         # While this process stood still nobody was watched.
         passed, self._looked = min(time.monotonic() - self._looked, 1.0), time.monotonic()
         self._still_seconds += passed

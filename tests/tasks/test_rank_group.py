@@ -40,7 +40,7 @@ class Site:
         commands = launch.group_commands
         monkeypatch.setattr(launch, "group_commands", lambda _module, *rest: commands("toy", *rest))
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(REPOSITORY)]))
-        self.session: Any = SimpleNamespace(scratch=folder / "scratch", progress=silent)
+        self.session: Any = SimpleNamespace(scratch=folder / "scratch", progress=silent, moves=lambda: None)
 
     def run(self, ranks: int = 1, stuck_seconds: float = 60.0, grace_seconds: float = 20.0) -> None:
         folder = work_folder(self.session, "train", 3)

@@ -35,11 +35,11 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def straight(base) -> Callable[..., Path]:
+def straight(base) -> Callable[[int, int], Path]:
     """Undisturbed work of so many ranks, in a ZeRO stage."""
 
     @functools.cache
-    def run(ranks: int = 1, stage: int = 1) -> Path:
+    def run(ranks: int, stage: int) -> Path:
         work = write_work(base, f"straight-{ranks}-{stage}", train=settings(zero_stage=stage))
         events(work, ranks)
         return work
@@ -126,7 +126,7 @@ def test_a_store_that_is_too_slow_for_the_grace_leaves_this_nodes_checkpoint(bas
     assert stored(work) == []
     change_work(work, slow=0.0, slow_checkpoints=0)
     assert [m["steps"] for m in said(events(work), "resumed")] == [told["steps"]]
-    assert content(work) == content(straight())
+    assert content(work) == content(straight(1, 1))
 
 
 def test_every_owner_keeps_two_in_the_store_and_a_finished_one_none(base):
@@ -170,7 +170,7 @@ def test_of_a_damaged_checkpoint_the_older_one_beside_it_is_taken_and_said(base,
     notices = [m["text"] for m in said(told, "notice")]
     assert len(notices) == (len(whole) if damage == "all" else 1)
     assert "passed over" in notices[0]
-    assert content(work) == content(straight())
+    assert content(work) == content(straight(1, 1))
 
 
 def test_a_zombies_export_is_its_own(base, straight):
@@ -184,5 +184,5 @@ def test_a_zombies_export_is_its_own(base, straight):
     assert pid is not None
     os.kill(pid, signal.SIGCONT)
     assert zombie.statuses() == [5], zombie.output()
-    assert content(work) == content(straight())
+    assert content(work) == content(straight(1, 1))
     assert all("/e000002/" in o["key"] for o in manifest_of(work)["objects"])
