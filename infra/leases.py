@@ -15,7 +15,6 @@ import functools
 import itertools
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -34,6 +33,9 @@ __all__ = ["Finished", "Lease", "Superseded", "acquire", "finished", "release", 
 
 _log = logging.getLogger(__name__)
 
+#: How long an owner may work without a sign of progress before its heartbeat stops: between two steps or batches; and
+#: while it reads a model, replays a log, or writes what it has made.
+PATIENCE_SECONDS, LONG_SECONDS = 900.0, 7200.0
 #: How long the end of a lease waits for a beat in flight.
 _ENDING_SECONDS = 1.0
 #: Who waits says so after the first time, then again each time the second has passed.
@@ -56,7 +58,7 @@ class Lease:
 
     def __init__(
         self, store: ObjectStore, owned: str, epoch: int, nonce: str, owner: dict[str, Any],
-        dead_after_seconds: float, patience_seconds: float = math.inf,
+        dead_after_seconds: float, patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:  # fmt: skip
         self.owned, self.epoch, self.owner = owned, epoch, owner
         self.dead_after_seconds = dead_after_seconds
@@ -225,14 +227,13 @@ def release(lease: Lease) -> None:
 
 def acquire(
     store: ObjectStore, owned: str, *, owner: dict[str, Any], dead_after_seconds: float, wait: bool = True,
-    run_epoch: int | None = None, patience_seconds: float = math.inf,
+    run_epoch: int | None = None, patience_seconds: float = PATIENCE_SECONDS,
     on_wait: Callable[[str], object] = _log.warning,
 ) -> Lease | Finished:  # fmt: skip
     """Become the owner of `owned`, or learn that it is finished.
 
     owner: JSON-ready facts for people (name of the flow run, stage); host and process are added to them. run_epoch:
-    epoch of the run's own lease under which this one is wanted. patience_seconds: see Lease; without it the heartbeat
-    says no more than that the process lives.
+    epoch of the run's own lease under which this one is wanted. patience_seconds: see Lease.
     A previous owner is superseded when it released, when its process has certainly ended, when it is of this process
     and no longer held, when it worked under an older run_epoch, or when its heartbeat did not change for
     dead_after_seconds of this process's own watching. With wait=False a heartbeat that moves ends the call with a

@@ -46,8 +46,6 @@ _LEASE_SECONDS = 30.0
 _LOCK_SECONDS = 300.0
 #: Who waits for a lock says so as often.
 _WORD_SECONDS = 5.0
-#: One step of a commit (reading a slice, writing it, reading it back) may take so long before its owner counts as hung.
-_PATIENCE_SECONDS = 900.0
 #: Commits that a superseded committer tries in all.
 _TRIES = 3
 _TEACHERS = pa.list_(pa.struct([pa.field("teacher_id", pa.string()), pa.field("weight", pa.float64())]))
@@ -374,7 +372,7 @@ def _commit_lock(store: ObjectStore, root: str, table: str) -> Iterator[leases.L
     """The right to commit to one table. Raises StoreError when another process keeps it too long."""
     lease = leases.acquire(
         store, keys.table_lease(table), owner={"commits": table}, dead_after_seconds=_LEASE_SECONDS,
-        patience_seconds=_PATIENCE_SECONDS, on_wait=on_wait,
+        on_wait=on_wait,
     )  # fmt: skip
     if isinstance(lease, leases.Finished):
         raise ContractError(keys.table_lease(table), expected="leases only", found="a manifest")

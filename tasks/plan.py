@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from infra import leases
@@ -27,7 +28,7 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
         # The Spark child is at work as long as the call lasts, and the session's own lease moves with it.
         lease = leases.acquire(
             session.store, owned, owner={"stage": "dispatch"}, dead_after_seconds=_DEAD_AFTER_SECONDS,
-            run_epoch=session.run_epoch, on_wait=tell,
+            run_epoch=session.run_epoch, patience_seconds=math.inf, on_wait=tell,
         )  # fmt: skip
         if isinstance(lease, leases.Finished):
             return

@@ -62,6 +62,17 @@ def run_worker(
     leave(rollout.main([work]))
 
 
+def run_talkative_worker(work: str, said: str, errors: str, patience_seconds: float) -> None:
+    """A worker that reports every step, and whose heartbeat stops patience_seconds after the last one."""
+    redirect(said, errors)
+    from tasks.ranks import rollout
+
+    rollout._REPORT_SECONDS = 0.0
+    assert leases.acquire.__kwdefaults__ is not None
+    leases.acquire.__kwdefaults__["patience_seconds"] = patience_seconds
+    leave(rollout.main([work]))
+
+
 class Site:
     """A root folder and workers on it. `scratch` is the disk of one node."""
 

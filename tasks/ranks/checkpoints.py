@@ -94,7 +94,8 @@ class Checkpoints:
     def save(self, steps: int, tensors: Iterable[tuple[str, torch.Tensor]], facts: dict[str, Any]) -> None:
         """Durable on this node when it returns, on its way to the store. Raises StoreError when the disk refuses."""
         folder = self.folder / f"step-{steps:06d}"
-        save_state(folder, tensors, facts)
+        with self._lease.patience(leases.LONG_SECONDS):
+            save_state(folder, tensors, facts)
         self._say("checkpoint", steps=steps)
         self._uploads.offer(steps, folder)
         self._prune()

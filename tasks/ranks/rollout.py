@@ -182,6 +182,11 @@ class Worker:
         responses = partition.sample()
         common = {"run_id": self.work["run_id"], "iteration": self.work["iteration"], "partition": partition.index,
                   "student_version": self.work["student"]["digest"]}  # fmt: skip
+
+        def reward(request: dict[str, Any], response_ids: list[int]) -> float | None:
+            lease.progress()
+            return rewarder(request, response_ids)
+
         rewarder.start_partition()
         _check_scoring(self.work["scoring"])
         with self.stop.at_once():  # every response is in the store: a later worker scores them again
@@ -190,7 +195,7 @@ class Worker:
                 functools.partial(keys.owned_object, lease.owned, lease.epoch),
                 partition.requests,
                 [responses[r["trajectory_id"]] for r in partition.requests],
-                rewarder,
+                reward,
                 common,
             )
         stats = {"verifier_failures": rewarder.failures, "seconds": time.monotonic() - started}
@@ -209,13 +214,13 @@ class Partition:
         self.groups: list[list[str]] = entry.get("groups", [[r["trajectory_id"] for r in self.requests]])
         self.given_up: dict[str, str] = entry.get("given_up", {})
         self.suspects: dict[str, Any] | None = entry.get("suspects")
-        self._reported = self._checked = time.monotonic()
+        self._reported = time.monotonic()
 
     # --- sampling
 
     def sample(self) -> dict[str, Response]:
         """Responses by trajectory_id; their log is sealed and in the store. Raises Preempted after spilling."""
-        with self.worker.stop.at_once():
+        with self.lease.patience(leases.LONG_SECONDS), self.worker.stop.at_once():
             base = self._newest_log()
             responses = _logged_responses(base)
             given_up = {i: text for i, text in self.given_up.items() if i not in responses}
@@ -223,7 +228,9 @@ class Partition:
             if len(responses) + len(given_up) < len(self.requests):
                 _ = self.worker.model  # read here, where it is safe to be stopped
         recovered = {t.trajectory_id: len(t.ids) for t in base.trajectories} if base else {}
-        with self._open_log(base) as log:
+        with self.lease.patience(leases.LONG_SECONDS):
+            opened = self._open_log(base)
+        with opened as log:
             responses |= self._give_up(log, base, given_up)
             self.worker.say(
                 "resumed", partition=self.index, epoch=self.lease.epoch,
@@ -321,7 +328,8 @@ class Partition:
         self, log: TokenLog, recovered: dict[str, int], responses: dict[str, Response], resumed: dict[str, Resumed]
     ) -> None:
         """Every response there is; one group of trajectories after another, since a suspect may have to be alone."""
-        engine = self.worker.engine(log)
+        with self.lease.patience(leases.LONG_SECONDS):
+            engine = self.worker.engine(log)
         requests = {r["trajectory_id"]: r for r in self.requests}
         for group in self.groups:
             unfinished = {i: None for i in group if i not in responses}
@@ -335,6 +343,7 @@ class Partition:
             self._report(recovered | engine.live(), engine.running(), unfinished, responses, now=True)
             gained = False
             while engine.has_work():
+                self.lease.progress()
                 for finished in engine.step():
                     known = resumed.get(finished.trajectory_id)
                     responses[finished.trajectory_id] = _sampled_response(finished, known)
@@ -346,10 +355,12 @@ class Partition:
                     gained = gained or first
                     self._report(tokens, engine.running(), unfinished, responses, now=first)
                 if self.worker.stop.arrived is not None and engine.has_work():
-                    self._spill(log, engine, self.worker.stop.arrived)
+                    with self.lease.patience(leases.LONG_SECONDS):
+                        self._spill(log, engine, self.worker.stop.arrived)
                     self._report(recovered | engine.live(), engine.running(), unfinished, responses, now=True)
                     raise Preempted
-        log.seal()
+        with self.lease.patience(leases.LONG_SECONDS):
+            log.seal()
         self._report(recovered | engine.live(), {}, (), responses, now=True)
 
     def _spill(self, log: TokenLog, engine: RolloutEngine, stopped: float) -> None:
@@ -396,9 +407,6 @@ class Partition:
         unfinished: those of the group, in the order in which the cache takes them.
         """
         clock = time.monotonic()
-        if clock - self._checked > self.work["dead_after_seconds"] / 5:
-            self._checked = clock
-            self.lease.check()
         if now or clock - self._reported > _REPORT_SECONDS:
             self._reported = clock
             # The next step may take in some that wait, and die of them before another report.

@@ -169,7 +169,8 @@ class Worker:
 
     def _partition(self, lease: leases.Lease, entry: dict[str, Any]) -> dict[str, Any]:
         started = time.monotonic()
-        model = self._teacher(entry)
+        with lease.patience(leases.LONG_SECONDS):
+            model = self._teacher(entry)
         items = sorted(entry["items"], key=lambda item: item["trajectory_id"])
         columns = {"run_id": self.work["run_id"], "iteration": self.work["iteration"],
                    "teacher_index": entry["teacher_index"], "teacher_id": entry["teacher_id"]}  # fmt: skip
@@ -178,6 +179,7 @@ class Worker:
         done = 0
         states = hidden_states(model, self._readings(items), batch_tokens=self.work["batch_tokens"])
         for item, hidden_TE in zip(items, states, strict=True):
+            lease.progress()
             writer.add(item["trajectory_id"], hidden_TE.view(torch.uint16).numpy())
             done += len(item["context_ids"]) + item["response_tokens"]
             self.say("progress", partition=entry["partition"], done=done, total=total, unit="tokens")

@@ -14,12 +14,14 @@ and the group exits with status 75. Before the first step nothing is lost, and i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ class Notes:
     new: list[dict[str, Any]] = field(default_factory=list)
     done: int = 0
     spoken: float = 0.0
+    progress: Callable[[], None] = lambda: None
 
     def say(self, event: str, **facts: Any) -> None:
         if self.rank == 0:
@@ -80,6 +83,7 @@ class Notes:
 
     def micro_batch(self, _frame: Frame) -> None:
         self.done += 1
+        self.progress()
         if self.done == self.total or time.monotonic() - self.spoken > 0.5:
             self.spoken = time.monotonic()
             self.say("progress", done=self.done, total=self.total, unit="micro-batches")
@@ -188,7 +192,7 @@ def _train_and_export(
 ) -> dict[str, Any]:  # fmt: skip
     """Trains; on rank 0, which holds the lease, uploads and returns the partition manifest."""
     started = time.monotonic()
-    with stop.at_once():
+    with _long(lease), stop.at_once():
         rank, ranks = dist.get_rank(), dist.get_world_size()
         resumed = _told(checkpoints.newest() if checkpoints else None)
         first_step = resumed.facts["steps"] if resumed else 0
@@ -200,6 +204,8 @@ def _train_and_export(
         )  # fmt: skip
         engine, optimizer_steps = _engine(work, device, resumed)
     notes = Notes(work, rank, len(frames) // ranks)
+    if lease is not None:
+        notes.progress = lease.progress
     if resumed:
         notes.rows = list(resumed.facts["metrics"])
         notes.say("resumed", steps=first_step)
@@ -232,12 +238,18 @@ def _train_and_export(
             loader.close(patience_seconds)
     if checkpoints is not None:
         checkpoints.stop()
-    manifest = _export(work, store, engine, lease, checkpoints, notes, num_steps,
-                       optimizer_steps + num_steps - first_step)  # fmt: skip
+    with _long(lease):
+        manifest = _export(work, store, engine, lease, checkpoints, notes, num_steps,
+                           optimizer_steps + num_steps - first_step)  # fmt: skip
     stats = {"seconds": time.monotonic() - started, "steps": num_steps, "ranks": ranks}
     manifest |= {"stats": stats | observed(device)}
     engine.close()
     return manifest
+
+
+def _long(lease: leases.Lease | None) -> contextlib.AbstractContextManager[None]:
+    """Of rank 0: reading, gathering or writing whole models, which reports no progress."""
+    return contextlib.nullcontext() if lease is None else lease.patience(leases.LONG_SECONDS)
 
 
 def _engine(work: dict[str, Any], device: torch.device, resumed: State | None) -> tuple[TrainEngine, int]:
