@@ -261,6 +261,18 @@ def inverse_frequencies(rope: Rope, num_channels: int) -> torch.Tensor:
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "yarn":
+        # As llama3's, but blended linearly over the channels between two numbers of turns in the original context.
+        first, last = (
+            num_channels * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+            for turns in (rope.beta_fast, rope.beta_slow)
+        )
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, num_channels - 1)
+        last += 0.001 * (first == last)
+        slowed = ((torch.arange(num_channels // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+        return plain * (1 - slowed) + plain / rope.factor * slowed
     if rope.kind != "llama3":
         return plain
     # Long waves are slowed by `factor`, short ones kept, those between blended by how often they turn around
@@ -275,7 +287,7 @@ def _rope_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     # The whole table at once and always on the CPU, so that an entry depends on the config alone.
     positions_M = torch.arange(config.max_positions, dtype=torch.float32)
     angles_MC = positions_M[:, None] * inverse_frequencies(config.rope, config.head_channels)
-    return angles_MC.cos(), angles_MC.sin()
+    return angles_MC.cos() * config.rope.amplitude, angles_MC.sin() * config.rope.amplitude
 
 
 class PackedCausal:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import json
 import os
@@ -15,19 +17,28 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from kernels.rows import rotate, silu_gate
 from ml.model import ModelConfig, PackedCausal, RmsNorm, Transformer
+from ml.model_config import Rope
 from schemas.errors import ConfigError, ContractError
 
 SHAPE: dict[str, Any] = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 84, "num_hidden_layers": 3,
          "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "llama_tied_biased": LlamaConfig(**SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
     "llama3_rope": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
     "linear_rope": LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "yarn_rope": LlamaConfig(**SHAPE, rope_parameters=YARN_ROPE),
     "llama_one_kv_head": LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, head_dim=10),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen2_windows_past_the_context": Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=256, max_window_layers=1
+    ),
+    "qwen2_windows_past_the_layers": Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=3
+    ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
 }
 LENGTHS = [7, 1, 33, 12]
@@ -180,8 +191,13 @@ BASE = json.loads(CONFIGS["llama"].to_json_string())
     [
         ({"model_type": "mixtral"}, "model_type"),
         ({"model_type": None}, "model_type"),
-        ({"sliding_window": 4096}, "sliding_window"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 128}, "sliding_window"),
+        ({"sliding_window": 100}, "sliding_window"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+            "sliding_window",
+        ),
+        ({"frobnicate": 0.5}, "frobnicate"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -189,7 +205,13 @@ BASE = json.loads(CONFIGS["llama"].to_json_string())
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}}, "rope_type"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}, "full_attention"),
+        ({"rope_parameters": LLAMA3_ROPE | {"beta_fast": 9.0}}, "beta_fast"),
+        ({"rope_parameters": YARN_ROPE | {"attention_factor": -1.0}}, "attention_factor"),
+        ({"rope_parameters": YARN_ROPE, "rope_scaling": {"rope_type": "frobnicate"}}, "frobnicate"),
+        ({"rope_parameters": 7}, "an object"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta"),
         ({"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "high_freq_factor"),
@@ -205,6 +227,41 @@ BASE = json.loads(CONFIGS["llama"].to_json_string())
 def test_what_is_not_supported_is_named(change, named):
     with pytest.raises(ConfigError, match=named):
         ModelConfig.from_hf(BASE | change, "folder/config.json")
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+OUTSIDE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("change", [
+    {"rope_parameters": PLAIN, "rope_scaling": YARN_ROPE},
+    {"rope_parameters": YARN_ROPE, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_scaling": {}},
+    {"rope_scaling": OUTSIDE, "original_max_position_embeddings": 64},
+    {"rope_scaling": OUTSIDE | {"original_max_position_embeddings": 32}, "original_max_position_embeddings": 64},
+    {"rope_scaling": {"rope_type": "default", "factor": 9.0}, "rope_theta": 500.0},
+    {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings": 128},
+    {"rope_scaling": YARN_ROPE | {"attention_factor": 0.5, "beta_fast": 16, "beta_slow": 2, "truncate": False}},
+    {"rope_scaling": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}, "rope_theta": 7.0},
+])  # fmt: skip
+def test_logits_are_those_of_transformers_however_rope_is_spelt(change):
+    values = {k: v for k, v in BASE.items() if k != "rope_parameters"} | change
+    theirs = AutoModelForCausalLM.from_config(LlamaConfig.from_dict(copy.deepcopy(values)), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    ours = Transformer(ModelConfig.from_hf(values, "x"), precision="fp32", compute=torch.float32, trainable=False)
+    ours.load_state_dict(theirs.state_dict())
+    plain = dataclasses.replace(ours.config, rope=Rope(1e4))
+    unscaled = Transformer(plain, precision="fp32", compute=torch.float32, trainable=False)
+    unscaled.load_state_dict(theirs.state_dict())
+    ids_N = torch.randint(0, 101, (200,), generator=torch.Generator().manual_seed(1))
+    where = torch.arange(200), PackedCausal([0, 200])
+    with torch.no_grad():
+        want_NV = theirs.eval()(ids_N[None]).logits[0]
+        found_NV, other_NV = (model.logits(model(ids_N, *where)) for model in (ours, unscaled))
+    torch.testing.assert_close(found_NV, want_NV, rtol=1e-4, atol=1e-4)
+    assert (other_NV - want_NV).abs().max() > 1e-2, "these settings change nothing"
 
 
 def test_both_spellings_of_rope_mean_the_same():
