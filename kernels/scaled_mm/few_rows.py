@@ -21,7 +21,9 @@ from kernels.scaled_mm.cuda import Kernel, tile_map
 MOST_ROWS = 64
 SOURCE = Path(__file__).with_name("few_rows.cu")
 _THREADS = 160
-_BARRIER_BYTES, _SHARED_BYTES = 1024, 227 << 10
+_BARRIER_BYTES = 1024
+#: Not all that there is: a block of the next product finds room beside those of what runs before it.
+_SHARED_BYTES = 190 << 10
 #: What a left operand of 64 rows reads past the last slot.
 _PAST_BYTES = 8192
 _MOST_OUTPUTS, _MOST_SLOTS = 128, 48

@@ -49,6 +49,7 @@ def sizes_figures() -> dict[str, Any]:
     precisions: tuple[Precision, ...] = ("bf16", "mxfp4")
     for size, shape in SIZES.items():
         for precision in precisions:
+            _free()  # or weights would lie in the middle of what KV has left
             model = random_model(shape, precision, "cuda")
             model.check_row_invariance()
             for context in CONTEXTS:
@@ -62,6 +63,11 @@ def sizes_figures() -> dict[str, Any]:
                           file=sys.stderr, flush=True)  # fmt: skip
             del model
     return figures
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _target(size: str, precision: str, rows: int, context: int) -> str:
@@ -88,8 +94,7 @@ def _floor_ms(model: Transformer, precision: str, rows: int, context: int) -> fl
 @torch.no_grad()
 def _step_ms(model: Transformer, context: int) -> Iterator[tuple[int, float]]:
     """(rows, ms of a step) for all numbers of rows that fit."""
-    gc.collect()  # a runner's graphs make cycles
-    torch.cuda.empty_cache()
+    _free()
     pages = pages_for(context + _WARM + _TIMED + 1, PAGE_TOKENS)
     room = torch.cuda.mem_get_info()[0] - _SPARE_BYTES
     fitting = [rows for rows in ROWS if rows * pages * PAGE_TOKENS * _kv_bytes(model) <= room]
