@@ -6,12 +6,14 @@ import math
 import multiprocessing
 import os
 import pickle
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from ml.checkpoint import load_model
 from ml.device import rank_device
 from ml.rollout.engine import EngineConfig
 from ml.rollout.spill import decode_kv
-from ml.rollout.together import dismiss, follow
+from ml.rollout.together import decode, dismiss, encode, follow
 from ml.tensor_parallel import join_group
 from schemas.errors import ContractError
 from tests.rollout_world import CONFIG, MemoryLog, bits, engine, requests, run
@@ -62,12 +64,55 @@ def outcome(model) -> dict:
     return {"responses": {i: bits(f) for i, f in (done | restored).items()}, "spilled": spilled}
 
 
+def listening_addresses() -> set[str]:
+    """Addresses that this process listens on, by the kernel's tables."""
+    inodes = {Path(f"/proc/self/fd/{fd}").readlink().name for fd in os.listdir("/proc/self/fd") if _is_socket(fd)}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                raw = bytes.fromhex(words[1].partition(":")[0])
+                network_order = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
+                found.add(socket.inet_ntop(family, network_order))
+    return found
+
+
+def _is_socket(fd: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    except FileNotFoundError:  # of this listing itself
+        return False
+
+
+def test_listeners_on_every_interface_are_seen():
+    with socket.create_server(("0.0.0.0", 0)):
+        assert "0.0.0.0" in listening_addresses()
+    assert "0.0.0.0" not in listening_addresses()
+
+
+def test_commands_are_read_back_whole_and_run_nothing():
+    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.array([-1, 1 << 62]), np.zeros((0, 2), np.int64)]
+    name, (first, rest) = decode(encode(("run", (arrays[0], [{"a": [1, True, None]}, (arrays[1], arrays[2])]))))
+    assert name == "run"
+    assert rest[0] == {"a": [1, True, None]}
+    for want, found in zip(arrays, [first, *rest[1]], strict=True):
+        assert (want.dtype, want.shape, want.tolist()) == (found.dtype, found.shape, found.tolist())
+    assert decode(encode(None)) is None
+    for hostile in (pickle.dumps(print), encode([{"dtype": "O", "shape": [1]}]), b"", encode(1)[:-1]):
+        with pytest.raises(ValueError, match=r"JSON|Expecting|array of|buffer|decode|Unterminated"):
+            decode(hostile)
+    with pytest.raises(TypeError):
+        encode(print)
+
+
 def be_rank(rank: int, folder: Path, kind: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=(folder / "port").read_text())  # fmt: skip
     torch.set_num_threads(1)
     device = rank_device() if kind == "cuda" else torch.device("cpu")
     group = join_group(device)
+    assert listening_addresses() <= {"127.0.0.1", "::1"}
     model = load_model(folder, precision="bf16", compute="bf16", device=device, group=group)
     if rank == 0:
         (folder / "outcome.pickle").write_bytes(pickle.dumps(outcome(model)))
