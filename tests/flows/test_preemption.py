@@ -125,7 +125,7 @@ def test_a_stopped_task_stops_its_flow(server):
 def test_a_stop_is_of_its_own_campaign(server, monkeypatch):
     """In a notebook the next campaign begins in the same process."""
     stop()
-    monkeypatch.setattr(campaign, "_reach_server", raising)
+    monkeypatch.setattr(campaign, "reach_server", raising)
     with pytest.raises(ValueError, match="campaign"):
         campaign.run_campaign(None)  # pyright: ignore
     stage = preemption.stoppable(lambda function: function)(lambda: 5)
