@@ -54,7 +54,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def ask(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def ask(url: str, body: dict[str, Any]) -> Any:
     """Answer to a POST of JSON."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:

@@ -81,7 +81,7 @@ def test_a_campaign_whose_worker_and_process_are_killed_goes_on(prefect_api, tmp
     )
     deployment = deployed.stdout.split()[-1]
     body = {"parameters": {"config_path": str(config), "run_id": "tiny"}, "state": {"type": "SCHEDULED"}}
-    (first,) = [ask(f"{prefect_api}/deployments/{deployment}/create_flow_run", body)]
+    first = ask(f"{prefect_api}/deployments/{deployment}/create_flow_run", body)
     assert NOTHING in opd("watch")
     with worker(tmp_path) as process:
         until(lambda: list(tmp_path.glob("data/runs/tiny/00000/rollout/*/p00000/e*/wal/*.seg")), log)
