@@ -4,7 +4,8 @@
 
 The header is padded so that the data starts at a multiple of 4096 bytes. A hidden-state shard has one tensor; a
 range of it is one trajectory's, and its table row holds a CRC-32 (zlib) for each block of 256 rows counted from
-the trajectory's first row, since a reader of a range never sees the whole object.
+the trajectory's first row, since a reader of a range never sees the whole object. A token shard says the same in its
+own metadata, for blocks counted from each column's first row: `crcs.COLUMN`, eight hexadecimal digits a block.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,10 @@ from schemas.errors import FormatError
 
 ALIGN_BYTES = 4096
 BLOCK_ROWS = 256
+#: The longest header that is read: what the safetensors library reads too.
+MAX_HEADER_BYTES = 100_000_000
+#: metadata["format"] of token shards with CRCs; those of version 0.1 have no metadata.
+TOKENS_FORMAT = "opd-tokens-2"
 
 #: safetensors name -> bytes an element. bf16 and fp8 have no numpy dtype: they travel as unsigned integers.
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1}
@@ -79,12 +84,32 @@ def encode_parts(
     return [memoryview(struct.pack("<Q", padded) + text.ljust(padded)), *chunks]
 
 
+def encode_tokens(columns: Mapping[str, tuple[str, np.ndarray]]) -> bytes:
+    """A whole token shard, as `encode` makes it, with the CRC-32 of each block of BLOCK_ROWS rows of each column."""
+    crcs = {f"crcs.{name}": "".join(f"{crc:08x}" for crc in block_crcs(rows)) for name, (_, rows) in columns.items()}
+    return encode(columns, {"format": TOKENS_FORMAT} | crcs)
+
+
+def read_head(read: BlobReader, key: str) -> bytes:
+    """An object's first bytes, its header whole: one read, or two where the header is longer than ALIGN_BYTES.
+
+    Raises FormatError for a length that no header has, StoreError when the object has fewer bytes or cannot be read.
+    """
+    head = read.get_range(key, 0, ALIGN_BYTES)
+    length = int.from_bytes(head[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise FormatError(key, expected=f"a header of at most {MAX_HEADER_BYTES} bytes", found=f"{length} bytes",
+                          safe="every other object", next_command="opd repair RUN")  # fmt: skip
+    more = 8 + length - len(head)
+    return head + read.get_range(key, len(head), more) if more > 0 else head
+
+
 def decode_header(head: bytes | memoryview, where: str) -> dict[str, TensorSpec]:
     """Specs of all tensors from an object's first bytes (the header must be whole)."""
     if len(head) < 8:
         raise FormatError(where, expected="a safetensors shard", found=f"{len(head)} bytes")
     (length,) = struct.unpack_from("<Q", head)
-    if length > 100_000_000 or len(head) < 8 + length:
+    if length > MAX_HEADER_BYTES or len(head) < 8 + length:
         raise FormatError(where, expected=f"a header of {length} bytes", found=f"{len(head) - 8} bytes")
     try:
         header = json.loads(bytes(head[8 : 8 + length]))
@@ -111,6 +136,30 @@ def decode_metadata(head: bytes | memoryview, where: str) -> dict[str, str]:
     return metadata
 
 
+def decode_token_crcs(head: bytes | memoryview, where: str) -> dict[str, np.ndarray] | None:
+    """CRC-32 of each block of each column, uint32 [blocks]; None for a shard that does not say them (version 0.1).
+
+    Raises FormatError naming the column whose CRCs are missing, unreadable, or not one a block.
+    """
+    metadata = decode_metadata(head, where)
+    if metadata.get("format") != TOKENS_FORMAT:
+        return None
+    out = {}
+    for name, spec in decode_header(head, where).items():
+        num_blocks = -(-spec.shape[0] // BLOCK_ROWS) if spec.shape else 0
+        text = metadata.get(f"crcs.{name}", "")
+        try:
+            crcs = np.array([int(text[i : i + 8], 16) for i in range(0, len(text), 8)], np.uint32)
+        except (ValueError, OverflowError):
+            crcs = None
+        if crcs is None or len(text) != 8 * num_blocks:
+            raise FormatError(f"{where}, header, column {name}", expected=f"the CRCs of {num_blocks} blocks",
+                              found=f"{len(text)} characters", safe="every other object",
+                              next_command="opd repair RUN")  # fmt: skip
+        out[name] = crcs
+    return out
+
+
 def decode(data: bytes | memoryview, where: str) -> dict[str, np.ndarray]:
     """All tensors of a whole shard, as views in their carrier types; read-only where `data` is."""
     out = {}
@@ -126,19 +175,19 @@ def decode(data: bytes | memoryview, where: str) -> dict[str, np.ndarray]:
     return out
 
 
-def block_crcs(rows: np.ndarray, block_rows: int = BLOCK_ROWS) -> list[int]:
-    """CRC-32 of each block of block_rows rows; the last block may be short."""
+def block_crcs(rows: np.ndarray) -> list[int]:
+    """CRC-32 of each block of BLOCK_ROWS rows; the last block may be short."""
     rows = np.ascontiguousarray(rows)
-    return [zlib.crc32(rows[i : i + block_rows].tobytes()) for i in range(0, len(rows), block_rows)]
+    return [zlib.crc32(rows[i : i + BLOCK_ROWS].tobytes()) for i in range(0, len(rows), BLOCK_ROWS)]
 
 
-def check_block_crcs(rows: np.ndarray, crcs: list[int], where: str, block_rows: int = BLOCK_ROWS) -> None:
-    """Raises FormatError naming the first block whose CRC differs."""
-    found = block_crcs(rows, block_rows)
+def check_block_crcs(rows: np.ndarray, crcs: Sequence[int], where: str, first_block: int = 0) -> None:
+    """Raises FormatError naming the first block whose CRC differs. first_block: the number of the first one given."""
+    found = block_crcs(rows)
     if len(found) != len(crcs):
         raise FormatError(where, expected=f"{len(crcs)} blocks", found=f"{len(found)}")
-    for index, (have, want) in enumerate(zip(found, crcs, strict=True)):
+    for index, (have, want) in enumerate(zip(found, crcs, strict=True), first_block):
         if have != want:
-            raise FormatError(f"{where}, block {index} (rows from {index * block_rows})",
+            raise FormatError(f"{where}, block {index} (rows from {index * BLOCK_ROWS})",
                               expected=f"CRC {want:08x}", found=f"{have:08x}",
                               safe="every other object", next_command="opd repair RUN")  # fmt: skip

@@ -12,8 +12,6 @@ from infra.store import ObjectStore
 from schemas import shards
 from schemas.errors import OpdError
 
-_MAX_HEADER_BYTES = 1 << 20
-
 
 @dataclass(frozen=True)
 class Check:
@@ -43,9 +41,7 @@ def in_a_line(error: Exception, key: str = "") -> str:
 
 def tensor_at(store: ObjectStore, key: str, name: str) -> shards.TensorSpec:
     """Where a tensor lies in a shard, of which its head alone is read. Raises FormatError, StoreError or KeyError."""
-    (length,) = np.frombuffer(store.get_range(key, 0, 8), "<u8")
-    head = store.get_range(key, 0, 8 + min(int(length), _MAX_HEADER_BYTES))
-    return shards.decode_header(head, key)[name]
+    return shards.decode_header(shards.read_head(store, key), key)[name]
 
 
 def check_trajectories(store: ObjectStore, rows: list[dict[str, Any]], known_prompts: set[str]) -> list[Check]:

@@ -82,7 +82,7 @@ def make_world(
 def world_of(trajectories: dict[str, Trajectory]) -> World:
     """Objects and rows of trajectories: one token shard, one hidden-state object a teacher."""
     parts = [trajectories[i] for i in sorted(trajectories)]
-    shard = shards.encode(
+    shard = shards.encode_tokens(
         {
             "prompt_ids": ("I32", np.concatenate([t.prompt for t in parts])),
             "response_ids": ("I32", np.concatenate([t.response for t in parts])),

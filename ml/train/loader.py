@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,9 +34,9 @@ import torch
 
 from ml.train import batches
 from ml.train.batches import Frame, FrameArrays, HiddenRange, PackedSequence
+from ml.train.tokens import TokenShard, TokenShards
 from schemas.errors import ConfigError, ContractError, FormatError, OpdError, StoreError
-from schemas.keys import digest_bytes
-from schemas.shards import ALIGN_BYTES, BlobReader, TensorSpec, check_block_crcs, decode, decode_header
+from schemas.shards import BlobReader, TensorSpec, check_block_crcs, decode_header, read_head
 
 SHARED_MEMORY = Path("/dev/shm")
 _RECORD_BYTES = 32
@@ -45,7 +45,6 @@ _PLACE = struct.Struct("<QQI")
 _STATE = struct.Struct("<I")
 _READY, _RELEASED = 1, 2
 _FETCH_THREADS = 4  # ranges of one frame read at once: latency of a remote store, not bandwidth, is what they hide
-_TOKEN_CACHE_BYTES = 64 << 20
 #: Of the file that says what the fetcher died of: seven parts, each cut there, at twelve bytes a character at most.
 _ERROR_BYTES, _PART_CHARACTERS = 128 << 10, 1500
 
@@ -254,7 +253,7 @@ class _Assembler:
     def __init__(self, read: BlobReader) -> None:
         self._read = read
         self._pool = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="loader")
-        self._tokens: OrderedDict[str, dict[str, np.ndarray]] = OrderedDict()
+        self._tokens = TokenShards(read)
         self._specs: dict[str, TensorSpec] = {}
 
     def close(self, *, wait: bool) -> None:
@@ -271,55 +270,30 @@ class _Assembler:
                     jobs.append(self._pool.submit(self._read_hidden, part, hidden_RE[end : end + part.rows]))
                     end += part.rows
         for number, sequence in enumerate(frame.sequences):
-            self._write_tokens(sequence, out, token, row)
+            shard = self._tokens.open(sequence.shard_key, sequence.shard_digest)
+            jobs.append(self._pool.submit(self._write_tokens, shard, sequence, out, token, row))
             token, row = token + sequence.length, row + sequence.response_tokens
             out.cu_tokens[number + 1] = token
         for job in jobs:
             job.result()
 
-    def _write_tokens(self, sequence: PackedSequence, out: FrameArrays, token: int, row: int) -> None:
-        shard = self._token_shard(sequence.shard_key, sequence.shard_digest)
-        prompt = slice(sequence.first_prompt_row, sequence.first_prompt_row + sequence.prompt_tokens)
-        response = slice(sequence.first_row, sequence.first_row + sequence.response_tokens)
-        if len(shard["prompt_ids"]) < prompt.stop or len(shard["response_ids"]) < response.stop:
-            raise ContractError(
-                f"{sequence.shard_key}, trajectory {sequence.trajectory_id}",
-                expected=f"{prompt.stop} prompt and {response.stop} response rows",
-                found=f"{len(shard['prompt_ids'])} and {len(shard['response_ids'])}",
-            )
+    def _write_tokens(
+        self, shard: TokenShard, sequence: PackedSequence, out: FrameArrays, token: int, row: int
+    ) -> None:
+        read = shard.read(
+            sequence.trajectory_id,
+            prompt=(sequence.first_prompt_row, sequence.prompt_tokens),
+            response=(sequence.first_row, sequence.response_tokens),
+        )
         middle, stop = token + sequence.prompt_tokens, token + sequence.length
-        out.ids_N[token:middle] = shard["prompt_ids"][prompt]
-        out.ids_N[middle:stop] = shard["response_ids"][response]
+        out.ids_N[token:middle] = read["prompt_ids"]
+        out.ids_N[middle:stop] = read["response_ids"]
         out.positions_N[token:stop] = np.arange(sequence.length)
         rows = slice(row, row + sequence.response_tokens)
         out.rows_R[rows] = np.arange(middle - 1, stop - 1)
-        out.response_R[rows] = shard["response_ids"][response]
-        out.weight_R[rows] = np.where(shard["sampled_mask"][response] != 0, np.float32(sequence.weight), 0)
-        out.logged_R[rows] = shard["logprobs_raw"][response]
-
-    def _token_shard(self, key: str, digest: str) -> dict[str, np.ndarray]:
-        shard = self._tokens.get(key)
-        if shard is None:
-            data = self._read.get(key)
-            if digest_bytes(data) != digest:
-                raise FormatError(
-                    key,
-                    expected=f"SHA-256 {digest}",
-                    found=digest_bytes(data),
-                    safe="every other object",
-                    next_command="opd repair RUN",
-                )
-            shard = decode(data, key)
-            missing = {"prompt_ids", "response_ids", "logprobs_raw", "sampled_mask"} - set(shard)
-            if missing:
-                raise FormatError(key, expected=f"a token shard with {sorted(missing)}", found=str(sorted(shard)))
-            self._tokens[key] = shard
-        self._tokens.move_to_end(key)
-        while len(self._tokens) > 1 and sum(a.nbytes for s in self._tokens.values() for a in s.values()) > (
-            _TOKEN_CACHE_BYTES
-        ):
-            self._tokens.popitem(last=False)
-        return shard
+        out.response_R[rows] = read["response_ids"]
+        out.weight_R[rows] = np.where(read["sampled_mask"] != 0, np.float32(sequence.weight), 0)
+        out.logged_R[rows] = read["logprobs_raw"]
 
     def _read_hidden(self, part: HiddenRange, out_RE: np.ndarray) -> None:
         spec = self._hidden_spec(part.object_key)
@@ -341,8 +315,7 @@ class _Assembler:
     def _hidden_spec(self, key: str) -> TensorSpec:
         spec = self._specs.get(key)
         if spec is None:
-            head = self._read.get_range(key, 0, ALIGN_BYTES)
-            specs = decode_header(head, key)
+            specs = decode_header(read_head(self._read, key), key)
             if list(specs) != ["hidden"]:
                 raise FormatError(key, expected="one tensor named hidden", found=str(sorted(specs)))
             spec = self._specs[key] = specs["hidden"]

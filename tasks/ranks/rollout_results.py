@@ -91,7 +91,7 @@ def _row(request: dict[str, Any], response: Response, reward: float | None) -> d
 def token_shard(prompts: list[list[int]], responses: Sequence[Response]) -> bytes:
     """prompt_ids I32 [prompt tokens]; response_ids I32, logprobs_raw and logprobs_sampled F32, sampled_mask U8
     [response tokens]; trajectories one after another in the given order."""
-    return shards.encode(
+    return shards.encode_tokens(
         {
             "prompt_ids": ("I32", np.array([i for prompt in prompts for i in prompt], np.int32)),
             "response_ids": ("I32", np.concatenate([r.ids for r in responses])),

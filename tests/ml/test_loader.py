@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,12 +22,14 @@ from hypothesis import strategies as st
 from ml.train import loader as loader_module
 from ml.train.batches import Phase, layout, schedule
 from ml.train.loader import NodeLoader, RankBatches
-from schemas import shards
+from ml.train.tokens import TokenShards
+from schemas import keys, shards
 from schemas.errors import ConfigError, ContractError, FormatError, StoreError
 from tests.training_world import Blobs, World, make_world, plan_rows
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
+TOKENS = "rollout/tokens.safetensors"
 
 
 def small_world(**options) -> World:
@@ -210,14 +213,120 @@ def test_a_flipped_hidden_byte_is_refused_by_block(tmp_path):
     assert "block 1" in str(error)
 
 
-def test_a_changed_token_shard_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("column", "row", "block"),
+    [("prompt_ids", 4, 0), ("response_ids", 304, 1), ("logprobs_raw", 5, 0), ("sampled_mask", 304, 1)],
+)
+def test_a_flipped_token_byte_is_refused_by_column_and_block(tmp_path, column, row, block):
+    """Of the first and the last block, in rows of t002 (prompt rows 4..9, response rows 5..305)."""
     world = small_world()
-    data = bytearray(world.blobs.objects["rollout/tokens.safetensors"])
-    data[-1] ^= 1
-    world.blobs.objects["rollout/tokens.safetensors"] = bytes(data)
+    data = bytearray(world.blobs.objects[TOKENS])
+    spec = shards.decode_header(bytes(data), TOKENS)[column]
+    data[spec.start + row * spec.row_bytes] ^= 1
+    world.blobs.objects[TOKENS] = bytes(data)
     error = failure_of(tmp_path, world, small_plan(world))
     assert isinstance(error, FormatError)
-    assert "rollout/tokens.safetensors" in str(error)
+    assert f"{TOKENS}, column {column}, block {block} " in error.where
+    assert error.next_command == "opd repair RUN"
+
+
+def test_no_flipped_byte_of_a_token_shards_header_passes():
+    """Anything that it says: lengths, names, places, CRCs. Its padding says nothing, and may hold what it will."""
+    world = small_world()
+    good = world.blobs.objects[TOKENS]  # 24 prompt rows and 319 response rows
+    digest = world.trajectory_rows[0]["shard_digest"]
+    said = len(good[: int.from_bytes(good[:8], "little") + 8].rstrip())
+
+    def rows_of(data: bytes) -> list[list]:
+        shard = TokenShards(Blobs({TOKENS: data})).open(TOKENS, digest)
+        return [column.tolist() for column in shard.read("t", prompt=(0, 24), response=(0, 319)).values()]
+
+    rows, passed = rows_of(good), []
+    for place in range(said):
+        data = bytearray(good)
+        data[place] ^= 1
+        try:
+            found = rows_of(bytes(data))
+        except (FormatError, ContractError):
+            continue
+        passed.append((place, found == rows))
+    assert all(same for _, same in passed)
+    # The CRCs of the column that training does not read.
+    unread = good.index(b'"crcs.logprobs_sampled":"') + len(b'"crcs.logprobs_sampled":"')
+    assert {place for place, _ in passed} <= set(range(unread, unread + 16))
+
+
+def test_a_shard_without_crcs_is_read_once_whole_and_by_its_digest(tmp_path):
+    """Shards of version 0.1."""
+    world = small_world()
+    columns = shards.decode(world.blobs.objects[TOKENS], TOKENS)
+    dtypes = {name: spec.dtype for name, spec in shards.decode_header(world.blobs.objects[TOKENS], TOKENS).items()}
+    old = shards.encode({name: (dtypes[name], rows) for name, rows in columns.items()})
+    world.blobs = Counting(world.blobs.objects | {TOKENS: old})
+    for row in world.trajectory_rows:
+        row["shard_digest"] = keys.digest_bytes(old)
+    batches = walk(tmp_path, world, small_plan(world), 1)[0]
+    for batch in batches:
+        check_batch(world, batch)
+    assert world.blobs.whole == [TOKENS]
+    world.blobs.objects[TOKENS] = old[:-1] + bytes([old[-1] ^ 1])
+    error = failure_of(tmp_path, world, small_plan(world))
+    assert isinstance(error, FormatError)
+    assert (error.where, error.next_command) == (TOKENS, "opd repair RUN")
+    assert "SHA-256" in error.expected
+
+
+class Counting(Blobs):
+    """Also counts: keys read whole, ranges read."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects)
+        self.whole: list[str] = []
+        self.ranges: list[tuple[str, int, int]] = []
+
+    def get(self, key: str) -> bytes:
+        self.whole.append(key)
+        return super().get(key)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self.ranges.append((key, start, length))
+        return super().get_range(key, start, length)
+
+
+def test_bytes_read_of_token_shards_follow_the_rows_that_are_needed(tmp_path):
+    """Shards of 24 long trajectories in shuffled order, two teachers: a shard is far more than one sequence needs."""
+    parts = [make_world([(300, 3000)] * 24, {0: 1, 1: 1}, vocab=1000, seed=seed) for seed in range(4)]
+    blobs = Counting({})
+    world = World(blobs, {}, [], [])
+    for number, part in enumerate(parts):
+        name = f"{number}/".__add__
+        blobs.objects |= {name(key): data for key, data in part.blobs.objects.items()}
+        world.trajectories |= {name(i): t for i, t in part.trajectories.items()}
+        world.trajectory_rows += [
+            row | {"trajectory_id": name(row["trajectory_id"]), "shard_key": name(row["shard_key"])}
+            for row in part.trajectory_rows
+        ]
+        world.hidden_rows += [
+            row | {"trajectory_id": name(row["trajectory_id"]), "object_key": name(row["object_key"])}
+            for row in part.hidden_rows
+        ]
+    order = list(world.trajectories)
+    random.Random(0).shuffle(order)
+    plan = plan_rows(world, [[[(i, t, 1.0)] for i in order] for t in (0, 1)], slots=2)
+    for batch in walk(tmp_path, world, plan, 1)[0][::8]:
+        check_batch(world, batch)
+    ranges = [r for r in blobs.ranges if r[0].endswith("/tokens.safetensors")]
+    heads = [r for r in ranges if r[1] < int.from_bytes(blobs.objects[r[0]][:8], "little") + 8]
+    assert blobs.whole == []
+    assert len({key for key, _, _ in heads}) == 4
+    assert len(heads) == len(set(heads)), "a header was read twice"
+    sequences = 2 * len(order)
+    needed = sequences * (300 * 4 + 3000 * (4 + 4 + 1))
+    edges = sequences * 2 * 255 * (4 + 4 + 4 + 1)
+    read = sum(length for _, _, length in ranges)
+    assert read <= 1.1 * (needed + edges) + sum(length for _, _, length in heads)
+    assert read <= 1.15 * needed, "more than the rows, half a block at each of their ends, and four headers"
+    assert len(ranges) <= len(heads) + 4 * sequences
 
 
 def test_a_cut_hidden_object_is_refused(tmp_path):
@@ -243,7 +352,7 @@ def test_a_bug_in_the_fetcher_is_no_silence(tmp_path):
     world = small_world()
 
     class Broken(Blobs):
-        def get(self, key):
+        def get_range(self, key, start, length):
             raise ZeroDivisionError("oops")
 
     world.blobs = Broken(world.blobs.objects)
@@ -311,9 +420,9 @@ from tests.ml.test_loader import frames_of, small_plan, small_world
 from ml.train.loader import NodeLoader
 world = small_world()
 read, reads = world.blobs.get_range, []
-def read_the_first_frame(*part):
+def read_the_first_frame(*part):  # two heads, hidden states, four columns
     reads.append(part)
-    time.sleep(60 if len(reads) > 2 else 0)
+    time.sleep(60 if len(reads) > 7 else 0)
     return read(*part)
 world.blobs.get_range = read_the_first_frame
 loader = NodeLoader(frames_of(world, small_plan(world), 1), world.blobs, ranks=1, loader_bytes=40_000, job_id="dies",

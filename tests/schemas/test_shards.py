@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -71,6 +72,70 @@ def test_block_crcs_name_the_damaged_block(rows):
         shards.check_block_crcs(damaged, crcs, "shard")
     with pytest.raises(FormatError, match="blocks"):
         shards.check_block_crcs(data, [*crcs, 0], "shard")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 256, 700])
+def test_a_token_shard_says_the_crcs_of_its_blocks(rows):
+    rng = np.random.default_rng(rows)
+    columns = {
+        "prompt_ids": ("I32", rng.integers(0, 9, 3).astype(np.int32)),
+        "logprobs_raw": ("F32", rng.standard_normal(rows).astype(np.float32)),
+        "sampled_mask": ("U8", rng.integers(0, 2, rows).astype(np.uint8)),
+    }
+    data = shards.encode_tokens(columns)
+    assert {name: column.tolist() for name, column in safetensors_load(data).items()} == {
+        name: column.tolist() for name, (_, column) in columns.items()
+    }
+    (length,) = struct.unpack_from("<Q", data)
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    expected = {
+        name: [zlib.crc32(column[i : i + 256].tobytes()) for i in range(0, len(column), 256)]
+        for name, (_, column) in columns.items()
+    }
+    assert metadata == {"format": "opd-tokens-2"} | {
+        f"crcs.{name}": "".join(f"{crc:08x}" for crc in crcs) for name, crcs in expected.items()
+    }
+    crcs = shards.decode_token_crcs(data, "here")
+    assert crcs is not None
+    assert {name: found.tolist() for name, found in crcs.items()} == expected
+
+
+@pytest.mark.parametrize("crcs", ["", "0" * 7, "0" * 16, "0000000x", "-0000001"])
+def test_crcs_that_are_not_one_a_block_are_refused(crcs):
+    ids = np.zeros(3, np.int32)
+    data = shards.encode({"prompt_ids": ("I32", ids)}, {"format": "opd-tokens-2", "crcs.prompt_ids": crcs})
+    with pytest.raises(FormatError, match="here, header, column prompt_ids"):
+        shards.decode_token_crcs(data, "here")
+    assert shards.decode_token_crcs(shards.encode({"prompt_ids": ("I32", ids)}), "here") is None
+
+
+class OneObject:
+    def __init__(self, data: bytes) -> None:
+        self.data, self.lengths = data, []
+
+    def get(self, key: str) -> bytes:
+        return self.data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self.lengths.append(length)
+        return self.data[start : start + length]
+
+
+@pytest.mark.parametrize(("rows", "reads"), [(5, [4096]), (256 * 2000, [4096, 12288])])
+def test_a_head_is_read_whole_and_nothing_else(rows, reads):
+    data = shards.encode_tokens({"sampled_mask": ("U8", np.zeros(rows, np.uint8))})
+    read = OneObject(data)
+    head = shards.read_head(read, "here")
+    assert read.lengths == reads
+    assert shards.decode_header(head, "here") == shards.decode_header(data, "here")
+    assert len(head) == shards.decode_header(head, "here")["sampled_mask"].start
+
+
+def test_the_head_of_a_huge_length_is_not_read():
+    read = OneObject(struct.pack("<Q", 2**62) + b"{}".ljust(4096))
+    with pytest.raises(FormatError, match="header"):
+        shards.read_head(read, "here")
+    assert read.lengths == [4096]
 
 
 def test_wrong_carrier_is_our_bug():

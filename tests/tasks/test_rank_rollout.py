@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load
 
 from ml.model_files import model_digest
 from ml.rollout.engine import EngineConfig, RolloutEngine
@@ -75,6 +77,17 @@ def outcome(folder: Path, model: Path, partitions: list[dict[str, Any]]) -> dict
     return left
 
 
+def check_crcs(shard: bytes) -> None:
+    """The metadata say the CRC-32 of each 256 rows of each of the five columns."""
+    metadata = json.loads(shard[8 : 8 + int.from_bytes(shard[:8], "little")])["__metadata__"]
+    columns = load(shard)
+    assert len(columns) == 5
+    assert metadata == {"format": "opd-tokens-2"} | {
+        f"crcs.{name}": "".join(f"{zlib.crc32(rows[i : i + 256].tobytes()):08x}" for i in range(0, len(rows), 256))
+        for name, rows in columns.items()
+    }
+
+
 def test_partitions_share_an_engine_as_large_as_the_largest_needs(tmp_path, model, monkeypatch):
     made: list[EngineConfig] = []
 
@@ -92,4 +105,6 @@ def test_partitions_share_an_engine_as_large_as_the_largest_needs(tmp_path, mode
         apart |= outcome(tmp_path / str(entry["partition"]), model, [entry])
     assert [config.num_pages for config in made[1:]] == [4 * 4, 5 * 7, 5 * 6]
     assert len(together) == 6
+    for key in (key for key in together if key.endswith("/tokens.safetensors")):
+        check_crcs(together[key])
     assert together == apart
