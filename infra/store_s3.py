@@ -435,7 +435,9 @@ class S3Store:
         elif code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
             expected, advice = "the bucket's own region", "correct AWS_DEFAULT_REGION"
         elif code in _CREDENTIAL_CODES:
-            expected, advice = "credentials that may read and write here", "correct AWS_ACCESS_KEY_ID and its rights"
+            # The answer to a HEAD has no body: a wrong secret and a right that is missing look the same there.
+            expected = "credentials that may read and write here"
+            advice = "correct AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or the rights that go with them"
         elif status in (400, 411, 501) and error.operation_name in ("PutObject", "CreateMultipartUpload", "UploadPart"):
             expected = "a service that takes PUT with a checksum and with If-None-Match, and multipart uploads"
             advice = f"{_CHECKSUM_ADVICE} if it cannot do checksums; then opd doctor"

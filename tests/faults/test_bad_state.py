@@ -141,7 +141,7 @@ def test_a_live_run_names_its_owner(site, capfd):
 
 
 def test_no_java_is_said_before_anything_is_sampled(site, capfd):
-    site.prompts({"text": "not in the table yet"})
+    site.prompts({"text": "not in the table yet", "answer": 1})
     site.set("run_id=new")
     site.patch.setenv("PATH", "/nonexistent")
     site.patch.delenv("JAVA_HOME", raising=False)
