@@ -16,6 +16,13 @@ from tests.spark_session import spark, spark_root
 __all__ = ["s3", "s3_process", "spark", "spark_root", "store"]
 
 
+@pytest.fixture(autouse=True)
+def _patience_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session in this process says to it and its children how long the store is waited for: to no other test."""
+    monkeypatch.delenv("OPD_STORE_PATIENCE_SECONDS", raising=False)
+    monkeypatch.setenv("OPD_STORE_PATIENCE_SECONDS", "300")
+
+
 @pytest.fixture(scope="session")
 def s3_process() -> Iterator[s3_server.S3Server]:
     """The S3 server of this test run."""

@@ -177,7 +177,8 @@ def test_tables_are_read_and_a_run_is_opened_when_the_store_comes_back(
     (tmp_path / "own.jsonl").write_text('{"text": "one"}\n')
     settings = {
         "run_id": "away", "data": lossy.root, "scratch": str(tmp_path / "scratch"), "student": {"path": "model"},
-        "teachers": [{"id": "t", "path": "model"}], "prompts": {"files": [{"path": "own.jsonl", "teachers": ["t"]}]},
+        "teachers": [{"id": "t", "path": "model"}], "prompts": {
+            "per_iteration": 1, "heldout": 0, "files": [{"path": "own.jsonl", "teachers": ["t"]}]},
     }  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(SparkChild, "start", lambda self: None)

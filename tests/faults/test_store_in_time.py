@@ -29,7 +29,7 @@ def test_a_view_is_the_same_store(store: ObjectStore):
     assert view.head("a") == store.head("a")
     view.delete("b")
     assert view.head("b") is None
-    assert view.within(1.0).get("a") == b"onetwo"
+    assert view.within(5.0).get("a") == b"onetwo"
     assert view.unfinished_writes(0.0) == []
     with pytest.raises(StoreError, match="none"):
         view.get("no/such")

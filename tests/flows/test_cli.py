@@ -12,6 +12,7 @@ from flows import cli
 COMMANDS = (
     "run", "rollout", "teach", "dispatch", "train", "show", "sql", "verify", "doctor", "bench", "models", "teachers",
     "teachers report", "teachers pack", "wal", "wal show", "wal check", "upkeep", "watch",
+    "repair",
 )  # fmt: skip
 
 
