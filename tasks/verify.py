@@ -305,7 +305,9 @@ def _unreferenced(listed: list[str], manifests: Manifests, store: ObjectStore) -
         partition = keys.partition_prefix(place["prefix"], int(owned["partition"]))
         if partition not in finished:
             unfinished[f"{place['stage']} of iteration {int(place['iteration'])}"] += 1
-        elif owned["name"].startswith(("wal/", "spill/")) or int(owned["epoch"]) != finished[partition] - 1:
+        elif (
+            owned["name"].startswith(("wal/", "spill/", "life.json")) or int(owned["epoch"]) != finished[partition] - 1
+        ):
             leftovers.append(key)
         else:
             unknown.append(key)
