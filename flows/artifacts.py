@@ -7,8 +7,8 @@ from typing import Any
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from infra import tables
-from tasks.finished import StageResult
-from tasks.session import current_session
+from tasks.runs.finished import StageResult
+from tasks.runs.session import current_session
 
 
 def _lines(values: dict[str, Any], indent: str = "") -> list[str]:

@@ -21,9 +21,9 @@ from schemas import config as run_config
 from schemas import keys
 from schemas.config import RunConfig
 from schemas.errors import StoreError
-from tasks.finished import StageResult
-from tasks.manifests import read_flow_run
-from tasks.session import Progress, open_session, silent
+from tasks.runs.finished import StageResult
+from tasks.runs.manifests import read_flow_run
+from tasks.runs.session import Progress, open_session, silent
 
 
 @flow(name="campaign", flow_run_name="{run_id}", persist_result=False, on_crashed=[preemption.name_crash])

@@ -250,7 +250,7 @@ def _single(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     from flows import summary
-    from tasks import show
+    from tasks.operate import show
 
     if arguments.run_id is None:
         print("\n".join(show.runs(arguments.data)) or f"no runs in {arguments.data}")
@@ -267,17 +267,18 @@ def _sql(arguments: argparse.Namespace) -> int:
     from flows import summary
     from infra.spark import SparkChild
     from schemas.config import Spark
+    from tasks.operate.sql_in_spark import query
 
     log = Path("scratch").absolute() / "sql.log"
     with SparkChild(arguments.data, Spark().model_dump(), log) as spark:
-        answer = spark.call("tasks.sql:query", text=arguments.query, limit=arguments.limit)
+        answer = spark.call(query, text=arguments.query, limit=arguments.limit)
     summary.print_rows(answer["columns"], answer["rows"], as_json=arguments.json)
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     from flows.progress import Bars
-    from tasks.verify import verify
+    from tasks.operate.verify import verify
 
     with Bars() as bars:
         checks = verify(arguments.data, arguments.run_id, progress=bars)
@@ -304,7 +305,7 @@ def _repair(arguments: argparse.Namespace) -> int:
     from flows.progress import Bars
     from infra.spark import SparkChild
     from schemas.config import Spark
-    from tasks.repair import repair
+    from tasks.operate.repair import repair
 
     log = Path("scratch").absolute() / "repair.log"
     with Bars() as bars, SparkChild(arguments.data, Spark().model_dump(), log) as spark:
@@ -337,7 +338,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _models(arguments: argparse.Namespace) -> int:
-    from tasks.demo import prepare
+    from tasks.demo.models import prepare
 
     prepare(arguments.to)
     return 0
@@ -345,7 +346,7 @@ def _models(arguments: argparse.Namespace) -> int:
 
 def _teachers(arguments: argparse.Namespace) -> int:
     from flows import summary
-    from tasks import teachers
+    from tasks.operate import teachers
 
     if arguments.action == "pack":
         before, after = teachers.pack(arguments.source, arguments.to)
@@ -376,7 +377,7 @@ def _teachers(arguments: argparse.Namespace) -> int:
 
 def _wal(arguments: argparse.Namespace) -> int:
     from flows import summary
-    from tasks.wal import read_logs
+    from tasks.operate.wal import read_logs
 
     logs = []
     for log in read_logs(arguments.path):
@@ -397,7 +398,7 @@ def _wal(arguments: argparse.Namespace) -> int:
 def _upkeep(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from tasks.upkeep import upkeep
+    from tasks.operate.upkeep import upkeep
 
     scratch = Path(arguments.scratch)
     for line in upkeep(arguments.data, arguments.run_ids or None, scratch=scratch, dry_run=arguments.dry_run):

@@ -18,11 +18,11 @@ from prefect.cache_policies import NO_CACHE
 
 from flows import artifacts, preemption
 from schemas.errors import StoreError
-from tasks import plan, rollout, teach, train
-from tasks.finished import StageResult
-from tasks.session import current_session
-from tasks.stage import past_iteration
-from tasks.students import Student, student_of
+from tasks.runs.finished import StageResult
+from tasks.runs.session import current_session
+from tasks.runs.stage import past_iteration
+from tasks.runs.students import Student, student_of
+from tasks.stages import dispatch, rollout, teach, train
 
 
 def _worth_a_retry(_task: Any, _run: Any, state: Any) -> bool:
@@ -51,7 +51,7 @@ def teach_task(iteration: int, rolled: StageResult) -> StageResult:
 
 @_stage("dispatch")
 def dispatch_task(iteration: int, rolled: StageResult, taught: StageResult) -> StageResult:
-    return artifacts.published(plan.dispatch(current_session(), iteration, rolled, taught))
+    return artifacts.published(dispatch.dispatch(current_session(), iteration, rolled, taught))
 
 
 @_stage("train")

@@ -14,7 +14,7 @@ LINE_EVERY_SECONDS = 5.0
 
 
 class Bars:
-    """Callable as `tasks.session.Progress`. A stage that starts again (the next iteration) gets a new bar."""
+    """Callable as `tasks.runs.session.Progress`. A stage that starts again (the next iteration) gets a new bar."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from schemas.config import RunConfig
 from schemas.errors import ConfigError
-from tasks import plan, rollout, teach, train
-from tasks.finished import STAGES, StageResult
-from tasks.session import Progress, open_session, silent
-from tasks.stage import past_iteration
-from tasks.students import student_of
+from tasks.runs.finished import STAGES, StageResult
+from tasks.runs.session import Progress, open_session, silent
+from tasks.runs.stage import past_iteration
+from tasks.runs.students import student_of
+from tasks.stages import dispatch, rollout, teach, train
 
 
 def run_single(config: RunConfig, stage: str, iteration: int, *, progress: Progress = silent) -> StageResult:
@@ -32,7 +32,7 @@ def run_single(config: RunConfig, stage: str, iteration: int, *, progress: Progr
                 elif name == "teach":
                     done[name] = teach.teach(session, number, done["rollout"])
                 elif name == "dispatch":
-                    done[name] = plan.dispatch(session, number, done["rollout"], done["teach"])
+                    done[name] = dispatch.dispatch(session, number, done["rollout"], done["teach"])
                 else:
                     done[name] = train.train(session, number, student, dict(done))
                 if (number, name) == (iteration, stage):

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from schemas.config import RunConfig
 from schemas.root import DataRoot
-from tasks.finished import StageResult
-from tasks.wal import LogReport
+from tasks.operate.wal import LogReport
+from tasks.runs.finished import StageResult
 
 READY_QUERY = (
     "SELECT domain, count(*), avg(reward) FROM opd.trajectories JOIN opd.prompts USING (prompt_id) GROUP BY domain"
@@ -123,7 +123,7 @@ def print_rows(columns: list[str], rows: list[list[Any]], *, as_json: bool) -> N
 
 def print_run(root: str, run_id: str, *, iteration: int | None, num: int, best: bool) -> None:
     """The answer of `opd show RUN`."""
-    from tasks import show
+    from tasks.operate import show
 
     texts = show.texts(root, run_id, iteration=iteration, num=num, best=best)
     stages = show.stages(root, run_id)

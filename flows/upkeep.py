@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import flow
 
-from tasks import upkeep
+from tasks.operate import upkeep
 
 
 @flow(name="upkeep", flow_run_name="{data}", persist_result=False)

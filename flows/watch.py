@@ -23,9 +23,9 @@ from infra import leases
 from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas.errors import ContractError, OpdError
-from tasks.admission import first_unfinished
-from tasks.records import read_history
-from tasks.session import RUN_LEASE_DEAD_AFTER_SECONDS
+from tasks.runs.admission import first_unfinished
+from tasks.runs.records import read_history
+from tasks.runs.session import RUN_LEASE_DEAD_AFTER_SECONDS
 
 #: Who crashed longer ago and was not continued was left by somebody's choice.
 _MEMORY = timedelta(hours=24)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from infra import confine, jars
 from infra.owners import this_process
-from infra.spark import SparkChild
+from infra.spark import SparkChild, check_log, version
 from infra.store import ObjectStore, open_store
 from schemas import keys
 from schemas.config import Spark
@@ -98,11 +98,11 @@ def _try_spark(root: str, scratch: Path, settings: Spark) -> str:
     """Starts Spark over the root's tables; on S3 it must create log entries conditionally, or commits can be lost."""
     with SparkChild(root, settings.model_dump(), scratch.absolute() / "logs" / "doctor.log") as spark:
         if not DataRoot.parse(root).on_s3:
-            spark.call("infra.spark:version")
+            spark.call(version)
             return "a session starts"
         store, key = open_store(root), f"doctor/{uuid.uuid4().hex}/00000000000000000000.json"
         try:
-            breach = spark.call("infra.spark:check_log", root=root, key=key)
+            breach = spark.call(check_log, root=root, key=key)
         finally:
             store.delete(key)
     if breach:

@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from infra import jars, tables
 from infra.store import patience_seconds, s3_endpoint
@@ -39,6 +39,9 @@ from schemas.root import DataRoot
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LOG_LINES = 15
 _TICK_SECONDS = 1.0
@@ -156,7 +159,7 @@ class SparkChild:
     root: data root; settings: fields of schemas.config.Spark; log_path: where child and JVM print.
 
     with SparkChild("data", settings, Path("data/logs/spark.log")) as spark:
-        result = spark.call("tasks.dispatch:build_plan", root="data", ...)
+        result = spark.call(build_plan, root="data", ...)
     """
 
     def __init__(self, root: str, settings: Mapping[str, Any], log_path: Path) -> None:
@@ -190,21 +193,22 @@ class SparkChild:
             if self._process is None:
                 self._start()
 
-    def call(self, function: str, **kwargs: Any) -> Any:
-        """Result of `function` ("module:name") called in the child as function(spark, **kwargs).
+    def call(self, function: Callable[Concatenate[SparkSession, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Result of a module's `function`, called in the child as function(spark, *args, **kwargs).
 
         Arguments and result are JSON values, and the function must be safe to run again: when the child dies under
         it, or has no answer in `call_seconds` and is killed, a new child runs it once more. An OpdError raised there is
         raised here as itself; any other exception, and a second death, is a StageError with the end of the log.
         """
-        request = json.dumps({"function": function, "kwargs": kwargs}, allow_nan=False).encode() + b"\n"
+        name = f"{function.__module__}:{function.__qualname__}"
+        request = json.dumps({"function": name, "args": args, "kwargs": kwargs}, allow_nan=False).encode() + b"\n"
         with self._lock:
-            answer = self._exchange(function, request) or self._exchange(function, request)
+            answer = self._exchange(name, request) or self._exchange(name, request)
         if answer is None:
             limit = f"{self._settings['call_seconds']:g} s (spark.call_seconds)"
             died = f"none in {limit}, twice: " if self._late else "it died twice: "
             raise StageError(
-                f"Spark process, {function}", expected="an answer", found=died + self._log_end(),
+                f"Spark process, {name}", expected="an answer", found=died + self._log_end(),
                 safe="committed tables: a commit is whole or not there", next_command=f"less {self._log_path}",
             )  # fmt: skip
         if "result" in answer:
@@ -212,7 +216,7 @@ class SparkChild:
         if "error" in answer:
             raise error_from_json(answer["error"])
         raise StageError(
-            f"Spark process, {function}", expected="a result", found=f"{answer['exception']} | {self._log_end()}",
+            f"Spark process, {name}", expected="a result", found=f"{answer['exception']} | {self._log_end()}",
             safe="committed tables: a commit is whole or not there", next_command=f"less {self._log_path}",
         )  # fmt: skip
 
@@ -389,7 +393,7 @@ def _serve(answer_fd: int, root: str, settings: Spark) -> None:
                     spark = session(root, settings)
                 module, _, name = request["function"].partition(":")
                 function = getattr(importlib.import_module(module), name)
-                answer = {"result": function(spark, **request["kwargs"])}
+                answer = {"result": function(spark, *request["args"], **request["kwargs"])}
                 line = json.dumps(answer, allow_nan=False)
             except Exception as error:
                 traceback.print_exc()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.store import ObjectStore, open_store
-from tests import s3_server
-from tests.spark_session import spark, spark_root
+from tests.support import s3_server
+from tests.support.spark_session import spark, spark_root
 
 __all__ = ["s3", "s3_process", "spark", "spark_root", "store"]
 

@@ -7,7 +7,7 @@ and on the CPU in fp32, the oracle: hidden states and first gradients of the GPU
 times as far as the CPU's bf16 results are. Log-probabilities that the CPU's sampler logged are recomputed by the GPU's
 trainer. At last the GPU makes an iteration of its own, where they must agree to the rounding of a sum. With --ranks N,
 ZeRO-3 on N GPUs must equal ZeRO-1 on one. Prints a table, tokens a second and peak memory of each stage; exit status 1
-when a check fails. Weights are random, of the named shape (tests.random_models).
+when a check fails. Weights are random, of the named shape (tests.support.random_models).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kernels.testing import relative_error
 from ml.model_files import model_digest, model_digests
 from schemas import keys
 from schemas.config import Train
-from tests.random_models import SHAPES, random_model
-from tests.tiny import tiny_model
+from tests.support.random_models import SHAPES, random_model
+from tests.support.tiny import tiny_model
 
 FACTOR = 1.5
 THREADS = 4

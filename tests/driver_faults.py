@@ -31,8 +31,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infra.store import open_store
-from tests import prefect_server, s3_server
-from tests.tiny import tiny_model
+from tests.support import prefect_server, s3_server
+from tests.support.tiny import tiny_model
 
 REPOSITORY = Path(__file__).parents[1]
 _PR_SET_CHILD_SUBREAPER = 36

@@ -33,7 +33,8 @@ def test_the_lock_file_names_no_host():
 def test_help_needs_neither_torch_nor_spark_nor_prefect():
     """`opd --help`, the configuration and the flows' side of a run stay light."""
     code = (
-        "import sys; import flows.cli, schemas.config, tasks.verify, tasks.models, tasks.workers, infra.launch\n"
+        "import sys; import flows.cli, schemas.config, tasks.operate.verify, tasks.inputs.models, tasks.workers.pool\n"
+        "import infra.launch\n"
         "sys.exit([m for m in ('torch', 'pyspark', 'prefect', 'deepspeed') if m in sys.modules].__str__()[1:-1])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)

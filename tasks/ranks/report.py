@@ -1,4 +1,4 @@
-"""What MXFP4 costs each model of a run: `python -m tasks.ranks.report WORK.json`; see tasks.teachers for the fields.
+"""What MXFP4 costs each model of a run: `python -m tasks.ranks.report WORK.json`; fields: tasks.operate.teachers.
 
 stdout: {"event": "started" | "row" | "error", ...}, one a line
 """

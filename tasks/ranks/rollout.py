@@ -1,4 +1,4 @@
-"""One rollout worker: `python -m tasks.ranks.rollout WORK.json`; see tasks.rollout for the fields of the work.
+"""One rollout worker: `python -m tasks.ranks.rollout WORK.json`; see tasks.stages.rollout for the fields of the work.
 
     take an epoch -> replay the newest log -> base segment -> sample, log, acknowledge -> shard, rows, manifest
 
@@ -38,14 +38,14 @@ from ml.rollout.wal_format import Spill, prompt_digest
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, recover, segments_of
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, StoreError
-from tasks.lives import put_life
 from tasks.ranks.process import Preempted, Say, StopSignal, run_rank, say
 from tasks.ranks.rollout_results import Response, publish
 from tasks.ranks.shared_student import load_student
 from tasks.ranks.spills import put_in_time, read_spills
-from tasks.rewards import Rewarder
-from tasks.verifiers import source_digest
-from tasks.wal import local_log, stored_segments
+from tasks.rewards.child import Rewarder
+from tasks.rewards.verifiers import source_digest
+from tasks.workers.lives import put_life
+from tasks.workers.logs import local_log, stored_segments
 
 _REPORT_SECONDS = 0.25
 #: How the finish record of a trajectory that was given up begins; the rest says why.

@@ -1,4 +1,4 @@
-"""One teacher worker: `python -m tasks.ranks.teach WORK.json`; see tasks.teach for the fields of the work.
+"""One teacher worker: `python -m tasks.ranks.teach WORK.json`; see tasks.stages.teach for the fields of the work.
 
     take an epoch -> read the responses -> hidden states, in order of trajectory_id -> shards, rows, manifest
 

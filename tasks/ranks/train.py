@@ -93,7 +93,7 @@ class Notes:
 
 
 def run(work: dict[str, Any], stop: StopSignal) -> None:
-    """This rank's part of the work; see tasks.train for the fields. Raises OpdError, and Preempted after SIGTERM."""
+    """This rank's part of the work; fields: tasks.stages.train. Raises OpdError, and Preempted after SIGTERM."""
     torch.set_num_threads(work["threads"])
     device = rank_device()
     with stop.at_once():

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from infra import tables
-from tests import prefect_server
-from tests.prefect_server import ask
-from tests.tiny import tiny_model
+from tests.support import prefect_server
+from tests.support.prefect_server import ask
+from tests.support.tiny import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark]
 

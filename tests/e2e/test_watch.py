@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import prefect_server
 from tests.e2e.test_iteration import REPOSITORY, opd, output_digests, write_config
-from tests.prefect_server import ask
+from tests.support import prefect_server
+from tests.support.prefect_server import ask
 
 #: In a process of its own: Prefect reads its settings when it is imported.
 DEPLOY = f"""

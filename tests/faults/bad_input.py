@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from flows import cli
 from schemas import config as run_config
 from schemas.errors import OpdError
-from tasks.session import open_session
-from tests.tiny import tiny_model
+from tasks.runs.session import open_session
+from tests.support.tiny import tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
-VERIFIED = {"verifier": "tests.verifiers:as_told"}
+VERIFIED = {"verifier": "tests.support.verifiers:as_told"}
 #: Legal, if unusual: a byte order mark, CRLF, U+2028, no verifier, a row that stands twice.
 PROMPTS = b"\xef\xbb\xbf" + b"".join(
     json.dumps(row, ensure_ascii=False).encode() + b"\r\n"
@@ -52,7 +52,7 @@ path = "second"
 [prompts]
 per_iteration = 3
 heldout = 1
-verifiers = ["tests.verifiers:as_told"]
+verifiers = ["tests.support.verifiers:as_told"]
 verifier_env = ["OPD_TEST_VERIFIER"]
 verifier_timeout_seconds = 5
 [[prompts.files]]

@@ -12,12 +12,12 @@ from infra import waiting
 from infra.store import ObjectStore, open_store
 from schemas import config as run_config
 from schemas.errors import StageError
-from tasks import plan, rollout, teach, train
-from tasks.session import open_session
-from tasks.students import student_of
-from tests import s3_server
+from tasks.runs.session import open_session
+from tasks.runs.students import student_of
+from tasks.stages import dispatch, rollout, teach, train
 from tests.faults.bad_input import ANSWERS, Site, copy_of, make_folder, run_apart
-from tests.s3_proxy import Proxy
+from tests.support import s3_server
+from tests.support.s3_proxy import Proxy
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,7 +71,7 @@ def cured(stopped, tmp_path_factory) -> dict[str, Path]:
             assert told.items() <= session.notes.items()
             keep("rolled")
             taught = teach.teach(session, 0, rolled)
-            planned = plan.dispatch(session, 0, rolled, taught)
+            planned = dispatch.dispatch(session, 0, rolled, taught)
             keep("planned")
             train.train(session, 0, student, {"rollout": rolled, "teach": taught, "dispatch": planned})
     return {name: folder / name for name in ("rolled", "planned", "run")}

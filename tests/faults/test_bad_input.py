@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from schemas.errors import ConfigError, ContractError, FormatError, StageError, StoreError
 from tests.faults.bad_input import Site, answered, assert_goes_on, case, cure, cut
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark]
 
@@ -149,13 +149,14 @@ OWN_PROMPTS = [
     case("no such verifier", ConfigError, "no_such_module",
          lambda s: (s.prompts({"text": "a", "verifier": "no_such_module:f"}),
                     s.set("prompts.per_iteration=4",
-                          'prompts.verifiers=["no_such_module:f", "tests.verifiers:as_told"]'))),
+                          'prompts.verifiers=["no_such_module:f", "tests.support.verifiers:as_told"]'))),
     case("verifier that only a row names", ConfigError, ("own.jsonl", "line 6", "builtins:eval"),
          lambda s: (s.prompts({"text": "a", "verifier": "builtins:eval"}))),
     case("verifier that cannot be imported", ConfigError, "broken on import",
-         lambda s: (s.prompts({"text": "a", "answer": 1, "verifier": "tests.broken_verifier:f"}),
-                    s.set('prompts.verifiers=["tests.broken_verifier:f", "tests.verifiers:as_told"]'))),
-    case("verifier that raises", StageError, ("tests.verifiers:as_told", "no such answer", "max_verifier_failures"),
+         lambda s: (s.prompts({"text": "a", "answer": 1, "verifier": "tests.support.broken_verifier:f"}),
+                    s.set('prompts.verifiers=["tests.support.broken_verifier:f", "tests.support.verifiers:as_told"]'))),
+    case("verifier that raises", StageError,
+         ("tests.support.verifiers:as_told", "no such answer", "max_verifier_failures"),
          lambda s: (s.patch.setenv("OPD_TEST_VERIFIER", "fails"))),
     case("verifier that never returns", StageError, "no answer in 0.2 s",
          lambda s: (s.patch.setenv("OPD_TEST_VERIFIER", "never_leaves_c"), s.set(

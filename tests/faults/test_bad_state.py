@@ -22,7 +22,7 @@ from infra import leases, tables
 from infra.store import LocalStore
 from schemas import keys
 from schemas.errors import ConfigError, ContractError, FormatError, StageError, StoreError
-from tasks.verify import verify
+from tasks.operate.verify import verify
 from tests.faults.bad_input import (
     REPOSITORY,
     Case,
@@ -155,7 +155,7 @@ def test_a_lock_whose_owner_was_killed_stands_in_nobodys_way(stopped, site):
     """The run's lease and the files of table locks, left by a process that got SIGKILL."""
     assert list((stopped[0] / "data/tables").glob("*.lock"))
     code = (
-        "import os, signal; from schemas import config; from tasks.session import open_session\n"
+        "import os, signal; from schemas import config; from tasks.runs.session import open_session\n"
         "with open_session(config.load('run.toml')): os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code], cwd=site.folder, check=False)

@@ -12,7 +12,7 @@ from infra.store import ObjectStore
 from schemas import keys
 from schemas.errors import ContractError
 from tests.faults.test_rollout_kill import OWNED, Site, assert_same, model, reference
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 __all__ = ["model", "reference"]
 REPOSITORY = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ CAMPAIGN = """
 import sys, time
 from schemas import config
 from schemas.errors import OpdError
-from tasks.session import open_session
+from tasks.runs.session import open_session
 values, moment = {values!r}, {moment!r}
 parsed = config.parse(values)
 time.sleep(max(0.0, moment - time.time()))

@@ -12,7 +12,7 @@ import pytest
 
 from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_recovery import read_folder, recover
-from tasks.drill import sampled_again
+from tasks.workers.drill import sampled_again
 
 
 def append(log: TokenLog, numbers: list[int], firsts: list[int]) -> None:

@@ -14,9 +14,9 @@ from infra import store_s3
 from infra.store import ObjectStore
 from infra.threads import at_once
 from schemas.errors import StoreError
-from tasks import upkeep
-from tests import s3_server
-from tests.s3_proxy import Proxy
+from tasks.operate import upkeep
+from tests.support import s3_server
+from tests.support.s3_proxy import Proxy
 
 pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("short_pauses")]
 MIB = 1 << 20

@@ -13,12 +13,12 @@ import pytest
 from infra import leases
 from schemas import keys, shards
 from schemas.errors import StageError
-from tasks import workers
-from tasks.session import silent
-from tasks.workers import Limits, Pool
-from tests.forked import FORKS, leave
-from tests.rollout_site import OWNED, Site
-from tests.tiny import tiny_model
+from tasks.runs.session import silent
+from tasks.workers import pool as workers
+from tasks.workers.pool import Limits, Pool
+from tests.support.forked import FORKS, leave
+from tests.support.rollout_site import OWNED, Site
+from tests.support.tiny import tiny_model
 
 AT = 9
 
@@ -42,7 +42,9 @@ class Stage:
     def run(self, poison: dict[str, tuple[int, str]], **limits: float) -> None:
         self._monkeypatch.setenv("OPD_TEST_POISON", json.dumps(poison))
         self._monkeypatch.setattr(
-            workers, "RankCommand", lambda module, *rest: workers.launch.RankCommand("tests.poisoned_rollout", *rest)
+            workers,
+            "RankCommand",
+            lambda module, *rest: workers.launch.RankCommand("tests.support.poisoned_rollout", *rest),
         )
         facts = {"progress": silent, "moves": lambda: None, "store": self.site.store}
         session = SimpleNamespace(scratch=self.site.folder / "node", **facts)

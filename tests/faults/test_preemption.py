@@ -10,8 +10,8 @@ import pytest
 
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED
-from tests.rollout_site import OWNED, Run, Site, undisturbed
-from tests.tiny import tiny_model
+from tests.support.rollout_site import OWNED, Run, Site, undisturbed
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +102,11 @@ def test_scoring_is_left_to_the_heir(site, reference):
     """A verifier that takes its time does not use up the grace: the responses are in the log."""
     requests = site.work["partitions"][0]["requests"]
     for request in requests:
-        request["prompt"]["verifier"] = "tests.verifiers:sleeps"
+        request["prompt"]["verifier"] = "tests.support.verifiers:sleeps"
     worker = site.start()
     worker.until(lambda: worker.said("progress") and worker.said("progress")[-1]["done"] == len(requests))
     worker.send(signal.SIGTERM)
     assert worker.status() == EXIT_PREEMPTED, worker.output()
     for request in requests:
-        request["prompt"]["verifier"] = "tests.verifiers:count_letters"
+        request["prompt"]["verifier"] = "tests.support.verifiers:count_letters"
     assert set(finish(site, reference)["recovered"]) == {r["trajectory_id"] for r in requests}

@@ -22,8 +22,8 @@ import pytest
 from infra import leases
 from schemas import keys, shards
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError, FormatError
-from tests.rollout_site import OWNED, PREFIX, Site
-from tests.tiny import tiny_model
+from tests.support.rollout_site import OWNED, PREFIX, Site
+from tests.support.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,8 @@ import pytest
 from infra import leases
 from schemas.errors import ContractError
 from tests.faults.test_rollout_kill import OWNED, Site, assert_same, model, reference
-from tests.forked import FORKS
-from tests.rollout_site import run_talkative_worker
+from tests.support.forked import FORKS
+from tests.support.rollout_site import run_talkative_worker
 
 __all__ = ["model", "reference"]
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from infra.store import LocalStore
 from schemas import keys
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 DRIVER = """
 import sys
 from schemas import config
 from schemas.errors import ContractError
-from tasks import session
+from tasks.runs import session
 session.RUN_LEASE_DEAD_AFTER_SECONDS = 5.0
 with session.open_session(config.parse({values!r})) as mine:
     print("owner", mine.run_epoch, flush=True)

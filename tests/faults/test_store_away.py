@@ -19,11 +19,11 @@ from infra.store_s3 import client_settings
 from infra.waiting import Wait
 from schemas import config, keys
 from schemas.errors import StoreError
-from tasks.session import open_session
-from tests import s3_server
-from tests.rollout_site import OWNED, Site, undisturbed
-from tests.s3_proxy import Proxy
-from tests.tiny import tiny_model
+from tasks.runs.session import open_session
+from tests.support import s3_server
+from tests.support.rollout_site import OWNED, Site, undisturbed
+from tests.support.s3_proxy import Proxy
+from tests.support.tiny import tiny_model
 
 
 @pytest.mark.s3

@@ -1,7 +1,7 @@
 """S3 that loses answers, breaks bodies off, refuses, changes under the reader or cannot do what is needed.
 
-Faults of the network come from a proxy in front of the real server (tests/s3_proxy.py); faults of a service come from a
-small server that answers as told. Objects that are sent in parts have a file of their own.
+Faults of the network come from a proxy in front of the real server (tests/support/s3_proxy.py); faults of a service
+come from a small server that answers as told. Objects that are sent in parts have a file of their own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 from infra.leases import Finished, Lease, acquire, finished
 from infra.store import ObjectStore, open_store
 from schemas.errors import ConfigError, FormatError, StoreError
-from tests import s3_server
-from tests.s3_proxy import Proxy
+from tests.support import s3_server
+from tests.support.s3_proxy import Proxy
 
 pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("short_pauses")]
 BODY = bytes(range(256)) * 4096

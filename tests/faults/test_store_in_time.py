@@ -12,7 +12,7 @@ import pytest
 
 from infra.store import LocalStore, ObjectStore, open_store
 from schemas.errors import ConfigError, StoreError
-from tests.s3_proxy import Proxy
+from tests.support.s3_proxy import Proxy
 
 BUDGET = 2.0
 

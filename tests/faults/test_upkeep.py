@@ -11,9 +11,9 @@ import pytest
 
 from schemas import keys
 from schemas.errors import OpdError
-from tasks.upkeep import upkeep
-from tests.rollout_site import OWNED, PREFIX, Site, undisturbed
-from tests.tiny import tiny_model
+from tasks.operate.upkeep import upkeep
+from tests.support.rollout_site import OWNED, PREFIX, Site, undisturbed
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from ml.rollout.wal import Disk, LogHeader, TokenLog
 from ml.rollout.wal_recovery import read_folder
 from schemas import keys
 from tasks.ranks.rollout import newest_log
-from tasks.wal import local_log
+from tasks.workers.logs import local_log
 from tests.faults.wal_writer import State, Writer, state_of, token_of
 
 OWNED = "runs/run/00000/rollout/f/p00004"

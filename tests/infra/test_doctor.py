@@ -11,6 +11,7 @@ import pytest
 from flows import cli
 from infra import doctor
 from infra.doctor import check_store, examine, require_promises
+from infra.spark import check_log, version
 from infra.store import LocalStore, ObjectInfo, ObjectStore
 from schemas.config import Spark
 from schemas.errors import ConfigError, ContractError, StoreError
@@ -93,8 +94,8 @@ class Session:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def call(self, function: str, **arguments: str) -> str:
-        assert function == ("infra.spark:check_log" if self.root.startswith("s3://") else "infra.spark:version")
+    def call(self, function: object, **arguments: str) -> str:
+        assert function is (check_log if self.root.startswith("s3://") else version)
         return arguments.get("key", "") and "an entry was overwritten by another"
 
 

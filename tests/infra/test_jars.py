@@ -9,7 +9,7 @@ import pytest
 
 from infra import jars
 from schemas.errors import ConfigError, FormatError, StoreError
-from tests.spark_session import JARS
+from tests.support.spark_session import JARS
 
 
 def fake_java(folder: Path, script: str) -> None:

@@ -19,8 +19,8 @@ from infra.leases import Finished, Lease, Superseded, acquire, finished, release
 from infra.store import LocalStore, ObjectStore, open_store
 from schemas import keys
 from schemas.errors import ContractError, StoreError
-from tests.s3_proxy import Proxy
-from tests.s3_server import S3Server
+from tests.support.s3_proxy import Proxy
+from tests.support.s3_server import S3Server
 
 OWNED = "runs/r/00000/rollout/abc/p00000"
 HEAD = """

@@ -16,10 +16,10 @@ from infra import doctor
 from infra.store import LocalStore, ObjectStore, open_store
 from schemas import config, keys
 from schemas.errors import ContractError, StoreError
-from tasks.session import open_session
-from tasks.upkeep import upkeep
-from tests import s3_server
-from tests.tiny import tiny_model
+from tasks.operate.upkeep import upkeep
+from tasks.runs.session import open_session
+from tests.support import s3_server
+from tests.support.tiny import tiny_model
 
 
 class Overwrites(LocalStore):
@@ -47,7 +47,7 @@ def test_a_root_that_breaks_a_promise_is_refused_before_the_run_owns_anything(
     tiny_model(tmp_path / "model", seed=0)
     (tmp_path / "own.jsonl").write_text('{"text": "one"}\n')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tasks.session.open_store", lambda root: Overwrites(Path(root)))
+    monkeypatch.setattr("tasks.runs.session.open_store", lambda root: Overwrites(Path(root)))
     settings = {
         "run_id": "r", "student": {"path": "model"}, "teachers": [{"id": "t", "path": "model"}],
         "prompts": {"files": [{"path": "own.jsonl", "teachers": ["t"]}]},
@@ -155,7 +155,7 @@ def test_keys_of_ours(key: str, ours: bool):
 
 @pytest.mark.s3
 def test_upkeep_leaves_the_uploads_of_others(s3: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tasks.upkeep.STALE_SECONDS", 0.0)
+    monkeypatch.setattr("tasks.operate.upkeep.STALE_SECONDS", 0.0)
     client, prefix = boto3.client("s3"), s3.removeprefix(f"s3://{s3_server.BUCKET}/")
     mine = keys.owned_object(OWNED, 1, "tokens.safetensors")
     for key in ("backup.tar", mine):

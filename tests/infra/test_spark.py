@@ -18,11 +18,11 @@ from infra.store import open_store
 from schemas import keys
 from schemas.errors import ConfigError, ContractError, StageError, StoreError
 from schemas.rows import METRICS, content_digest
-from tests.spark_session import JARS, SETTINGS
+from tests.infra import spark_calls
+from tests.support.spark_session import JARS, SETTINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
-CALLS = "tests.infra.spark_calls"
 ONE_CORE = {**SETTINGS.model_dump(), "cores": 1, "driver_memory": "1g"}
 
 
@@ -46,40 +46,40 @@ def test_answers_errors_and_deaths(tmp_path: Path) -> None:
     root = tmp_path / "data"
     with SparkChild(str(root), ONE_CORE, tmp_path / "logs" / "spark.log") as child:
         assert child.pid is None
-        answer = child.call(f"{CALLS}:count", rows=1000)
+        answer = child.call(spark_calls.count, rows=1000)
         assert answer == {"count": 1000, "text": "\u2028\n\ud800", "pid": child.pid}
-        jvm = child.call(f"{CALLS}:jvm_pid")
+        jvm = child.call(spark_calls.jvm_pid)
 
         with pytest.raises(StoreError) as caught:
-            child.call(f"{CALLS}:fail", kind="opd")
+            child.call(spark_calls.fail, kind="opd")
         assert str(caught.value) == "store error: disk\nexpected: room\nfound: none\nsafe: all\nnext: df -h"
         for call, words in [
             (("fail", {"kind": "sql"}), "TABLE_OR_VIEW_NOT_FOUND"), (("fail", {"kind": "bug"}), "a bug of ours"),
             (("unserialisable", {}), "not JSON serializable"), (("nothing", {}), "has no attribute"),
         ]:  # fmt: skip
             with pytest.raises(StageError, match=words):
-                child.call(f"{CALLS}:{call[0]}", **call[1])
-        assert child.call(f"{CALLS}:count", rows=3)["pid"] == answer["pid"]
+                child.call(getattr(spark_calls, call[0]), **call[1])
+        assert child.call(spark_calls.count, rows=3)["pid"] == answer["pid"]
 
         said: list[str] = []
         ticks: list[float] = []
         child.tell, child.tick = said.append, lambda: ticks.append(time.monotonic())
-        assert child.call(f"{CALLS}:wait", seconds=3.5, text="waiting for \u2028 a table") is None
+        assert child.call(spark_calls.wait, seconds=3.5, text="waiting for \u2028 a table") is None
         assert said == ["waiting for \u2028 a table"]
         assert 2 <= len(ticks) <= 4
 
         once = str(tmp_path / "once")
-        assert child.call(f"{CALLS}:die", marker=once, times=1) == "alive after 1"
+        assert child.call(spark_calls.die, marker=once, times=1) == "alive after 1"
         assert child.pid != answer["pid"]
         with pytest.raises(StageError, match=r"(?s)died twice.*about to die.*spark\.log"):
-            child.call(f"{CALLS}:die", marker=str(tmp_path / "always"), times=99)
+            child.call(spark_calls.die, marker=str(tmp_path / "always"), times=99)
 
         def lost() -> None:
             raise ContractError("run", expected="to be the newest epoch", found="an heir")
 
         child.tick = lost
         with pytest.raises(ContractError, match="an heir"):
-            child.call(f"{CALLS}:sleep", seconds=60.0)
+            child.call(spark_calls.sleep, seconds=60.0)
         assert child.pid is None  # a driver that has lost its run commits no more
         assert wait_until_ended([answer["pid"], jvm]) == []
     assert not root.exists(), "a session made something under a root that has no tables"
@@ -96,7 +96,7 @@ def test_a_commit_whose_process_dies_is_found_whole_by_the_next(tmp_path: Path) 
         "row_keys": ["rows.jsonl"], "num_rows": 1, "content_digest": content_digest(METRICS, [row]),
     }  # fmt: skip
     with SparkChild(root, ONE_CORE, tmp_path / "spark.log") as child:
-        done = child.call(f"{CALLS}:commit_and_die", marker=str(tmp_path / "died"), commit=commit)
+        done = child.call(spark_calls.commit_and_die, marker=str(tmp_path / "died"), commit=commit)
     assert (done["version"], done["written"]) == (1, False)
     assert tables.read_rows(root, "metrics", {"run_id": "r"}) == [row]
 
@@ -106,12 +106,13 @@ def test_the_child_ends_with_its_flow_even_in_the_middle_of_a_call(tmp_path: Pat
         "import sys, threading, time\n"
         "from pathlib import Path\n"
         "from infra.spark import SparkChild\n"
+        "from tests.infra import spark_calls\n"
         f"child = SparkChild({str(tmp_path / 'data')!r}, {ONE_CORE!r}, Path({str(tmp_path / 'spark.log')!r}))\n"
         # The thread that starts the child ends long before the flow does.
-        f"first = threading.Thread(target=lambda: print(child.call('{CALLS}:jvm_pid'), child.pid, flush=True))\n"
+        "first = threading.Thread(target=lambda: print(child.call(spark_calls.jvm_pid), child.pid, flush=True))\n"
         "first.start(); first.join(); time.sleep(0.5)\n"
-        f"print(child.call('{CALLS}:count', rows=2)['count'], 'pyspark' in sys.modules, flush=True)\n"
-        f"child.call('{CALLS}:sleep', seconds=600)\n"
+        "print(child.call(spark_calls.count, rows=2)['count'], 'pyspark' in sys.modules, flush=True)\n"
+        "child.call(spark_calls.sleep, seconds=600)\n"
     )
     (tmp_path / "cwd").mkdir()
     process = subprocess.Popen(
@@ -136,7 +137,7 @@ def test_without_java_the_call_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         SparkChild(str(tmp_path / "data"), ONE_CORE, tmp_path / "spark.log") as child,
         pytest.raises(ConfigError, match="Java 17 or later"),
     ):
-        child.call(f"{CALLS}:count", rows=1)
+        child.call(spark_calls.count, rows=1)
     assert child.pid is None
 
 
@@ -165,12 +166,12 @@ def test_a_call_without_an_answer_is_killed_and_tried_once_more(tmp_path: Path, 
     with SparkChild("data", {**ONE_CORE, "call_seconds": 2.5}, tmp_path / "spark.log") as child:
         child.tell = said.append
         if silent == 1:
-            assert child.call("module:name") == "an answer"
+            assert child.call(spark_calls.jvm_pid) == "an answer"
         else:
             with pytest.raises(StageError, match=r"none in 2\.5 s \(spark\.call_seconds\), twice"):
-                child.call("module:name")
-    assert "Spark: module:name has run for 1 s" in said[0]
-    assert "no answer to module:name in 2.5 s: killed" in "".join(said)
+                child.call(spark_calls.jvm_pid)
+    assert "Spark: tests.infra.spark_calls:jvm_pid has run for 1 s" in said[0]
+    assert "no answer to tests.infra.spark_calls:jvm_pid in 2.5 s: killed" in "".join(said)
     assert (tmp_path / "lives").read_text() == "xx"
 
 

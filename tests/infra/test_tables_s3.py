@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from infra import tables
-from infra.spark import SparkChild
+from infra.spark import SparkChild, check_log
 from infra.store import open_store
 from schemas import keys
 from schemas.errors import ConfigError, ContractError, StoreError
 from schemas.rows import METRICS, content_digest
-from tests import s3_server
-from tests.spark_session import SETTINGS
+from tests.infra import spark_calls
+from tests.support import s3_server
+from tests.support.spark_session import SETTINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.s3, pytest.mark.slow]
 
-CALLS = "tests.infra.spark_calls"
 SETTINGS_ONE_CORE = {**SETTINGS.model_dump(), "cores": 1, "driver_memory": "1g"}
 
 
@@ -99,10 +99,10 @@ def test_a_stopped_committer_overwrites_nothing(
     local = str(tmp_path / "data")
     with ThreadPoolExecutor(1) as pool:
         # On S3 the heir takes over and commits; what the zombie then does is not taken.
-        assert heir.call("infra.tables:commit_slice", **commit_of(s3, 0.0))["version"] == 1
-        late = pool.submit(zombie.call, f"{CALLS}:commit_stopped", commit=commit_of(s3, 1.0))
+        assert heir.call(tables.commit_slice, **commit_of(s3, 0.0))["version"] == 1
+        late = pool.submit(zombie.call, spark_calls.commit_stopped, commit=commit_of(s3, 1.0))
         pid = wait_until_stopped(zombie)
-        done = heir.call(f"{CALLS}:commit_impatiently", commit=commit_of(s3, 2.0))
+        done = heir.call(spark_calls.commit_impatiently, commit=commit_of(s3, 2.0))
         assert (done["version"], values(s3)) == (2, [2.0])
         os.killpg(pid, signal.SIGCONT)
         with pytest.raises(ContractError, match="commits metrics") as caught:
@@ -112,31 +112,31 @@ def test_a_stopped_committer_overwrites_nothing(
         assert tables._delta_table(s3, "metrics").version() == 2
 
         # On a disk the lock file keeps the heir out for as long as the zombie may still write.
-        late = pool.submit(zombie.call, f"{CALLS}:commit_stopped", commit=commit_of(local, 1.0))
+        late = pool.submit(zombie.call, spark_calls.commit_stopped, commit=commit_of(local, 1.0))
         assert wait_until_stopped(zombie) == pid
         with pytest.raises(StoreError, match="another process holds it"):
-            heir.call(f"{CALLS}:commit_impatiently", commit=commit_of(local, 2.0))
+            heir.call(spark_calls.commit_impatiently, commit=commit_of(local, 2.0))
         assert values(local) == []
         os.killpg(pid, signal.SIGCONT)
         with pytest.raises(ContractError, match="commits metrics"):
             late.result()
-        heir.call(f"{CALLS}:commit_impatiently", commit=commit_of(local, 2.0))
+        heir.call(spark_calls.commit_impatiently, commit=commit_of(local, 2.0))
         assert values(local) == [2.0]
 
     # Another's entry is never overwritten, nor is ours by another.
     open_store(s3).put("log/taken.json", b"another's")
-    assert heir.call("infra.spark:check_log", root=s3, key="log/taken.json") == "a new entry counts as taken"
+    assert heir.call(check_log, root=s3, key="log/taken.json") == "a new entry counts as taken"
     assert open_store(s3).get("log/taken.json") == b"another's"
-    assert heir.call("infra.spark:check_log", root=s3, key="log/new.json") == ""
+    assert heir.call(check_log, root=s3, key="log/new.json") == ""
     assert open_store(s3).get("log/new.json") == b"first\n"
 
     # Slices of two runs, committed by both at once, are both there, and a deletion takes only what it names.
     with ThreadPoolExecutor(2) as pool:
         for call in [
-            pool.submit(child.call, "infra.tables:commit_slice", **commit_of(s3, value, run_id))
+            pool.submit(child.call, tables.commit_slice, **commit_of(s3, value, run_id))
             for child, run_id, value in ((zombie, "a", 3.0), (heir, "b", 4.0))
         ]:
             assert call.result()["written"]
     assert values(s3) == [3.0, 4.0, 2.0]
-    assert zombie.call("infra.tables:delete_slices_from", root=s3, run_id="a", iteration=0) == {"metrics": 1}
+    assert zombie.call(tables.delete_slices_from, root=s3, run_id="a", iteration=0) == {"metrics": 1}
     assert values(s3) == [4.0, 2.0]

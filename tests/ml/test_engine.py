@@ -17,7 +17,7 @@ from ml.rollout.scheduler import Scheduler, Sequence
 from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_recovery import read_folder, recover
 from schemas.errors import ContractError
-from tests.rollout_world import CONFIG, KINDS, STOP, VOCABULARY, MemoryLog, engine, models, requests, run
+from tests.support.rollout_world import CONFIG, KINDS, STOP, VOCABULARY, MemoryLog, engine, models, requests, run
 
 # --- values: transformers is the oracle
 

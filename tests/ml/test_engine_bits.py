@@ -12,7 +12,19 @@ import torch
 from ml.rollout.engine import Request, RolloutEngine
 from ml.rollout.sampling import SamplingParams
 from schemas.errors import ContractError
-from tests.rollout_world import CONFIG, KINDS, VOCABULARY, Lives, MemoryLog, alone, bits, engine, models, requests, run
+from tests.support.rollout_world import (
+    CONFIG,
+    KINDS,
+    VOCABULARY,
+    Lives,
+    MemoryLog,
+    alone,
+    bits,
+    engine,
+    models,
+    requests,
+    run,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ import torch
 from ml.bench_models import random_model
 from ml.rollout.engine import EngineConfig, Request, RolloutEngine
 from ml.rollout.sampling import SamplingParams
-from tests.rollout_world import PLAIN, Lives, MemoryLog, bits, run
+from tests.support.rollout_world import PLAIN, Lives, MemoryLog, bits, run
 
 pytestmark = pytest.mark.gpu
 

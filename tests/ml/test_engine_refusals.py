@@ -10,7 +10,7 @@ import torch
 
 from ml.rollout.engine import Request
 from schemas.errors import ContractError
-from tests.rollout_world import CONFIG, VOCABULARY, MemoryLog, engine, models, run
+from tests.support.rollout_world import CONFIG, VOCABULARY, MemoryLog, engine, models, run
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from ml.model import PackedCausal
 from schemas.errors import ConfigError
 from tests.ml.test_mxfp4_loop import fp8_holds, is_linear, master_of, oracle_values, write_model
 from tests.ml.test_train_parity import ITEMS, LENGTHS, WIDTHS, close, gradient, metric, run_ranks, scenario
-from tests.random_models import random_model
-from tests.training_world import make_world, plan_rows
+from tests.support.random_models import random_model
+from tests.support.training_world import make_world, plan_rows
 
 INEXACT, ZEROS = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"
 RANKS, STEPS = (1, 2), 3

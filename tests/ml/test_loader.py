@@ -25,7 +25,7 @@ from ml.train.loader import NodeLoader, RankBatches
 from ml.train.tokens import TokenShards
 from schemas import keys, shards
 from schemas.errors import ConfigError, ContractError, FormatError, StoreError
-from tests.training_world import Blobs, World, make_world, plan_rows
+from tests.support.training_world import Blobs, World, make_world, plan_rows
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from ml.checkpoint import load_model, read_head, save_model
 from ml.linear import Linear
 from ml.model_files import file_header, model_digest, model_digests, settings_digest, weights_digest
 from schemas.errors import ContractError, FormatError
-from tasks.text import Tokenizer
-from tests.tiny import tiny_model
+from tasks.inputs.text import Tokenizer
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")

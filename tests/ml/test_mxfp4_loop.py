@@ -26,8 +26,8 @@ from ml.linear import Linear, weight_values
 from ml.model import SPLIT_TOKENS, PackedCausal, SampledCausal, Transformer
 from schemas.errors import ConfigError, FormatError
 from tests.ml.test_train_parity import ITEMS, LENGTHS, WIDTHS, run_ranks, scenario
-from tests.rollout_world import CONFIG, VOCABULARY, engine, requests, run
-from tests.training_world import make_world, plan_rows
+from tests.support.rollout_world import CONFIG, VOCABULARY, engine, requests, run
+from tests.support.training_world import make_world, plan_rows
 
 ROWS = 64
 

@@ -21,8 +21,8 @@ from ml.train.batches import Frame
 from ml.train.heads import TeacherHeads
 from ml.train.loader import MicroBatch, Segment
 from ml.train.loss import LossSettings, Student
-from tests.random_models import random_model
-from tests.rollout_world import PLAIN, MemoryLog, run
+from tests.support.random_models import random_model
+from tests.support.rollout_world import PLAIN, MemoryLog, run
 
 pytestmark = pytest.mark.gpu
 FACTOR = 1.5

@@ -10,7 +10,7 @@ import torch
 
 from ml.bench_models import LLAMA_1B, random_model
 from ml.rollout.engine import EngineConfig, Request, RolloutEngine
-from tests.rollout_world import PLAIN, MemoryLog, bits, run
+from tests.support.rollout_world import PLAIN, MemoryLog, bits, run
 
 pytestmark = pytest.mark.gpu
 

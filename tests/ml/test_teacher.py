@@ -15,7 +15,7 @@ from ml.checkpoint import load_model
 from ml.model_files import read_config
 from ml.teacher import Reading, hidden_states
 from schemas.errors import ContractError
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from ml.rollout.spill import decode_kv
 from ml.rollout.together import decode, dismiss, encode, follow
 from ml.tensor_parallel import join_group
 from schemas.errors import ContractError
-from tests.rollout_world import CONFIG, MemoryLog, bits, engine, requests, run
+from tests.support.rollout_world import CONFIG, MemoryLog, bits, engine, requests, run
 
 REQUESTS = [replace(r, prompt_ids=r.prompt_ids[:20], max_response_tokens=24) for r in requests(7, seed=4)]
 LONGER = [replace(r, max_response_tokens=70) for r in requests(7, seed=4)]

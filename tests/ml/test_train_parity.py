@@ -21,9 +21,9 @@ from infra.launch import free_port
 from ml.checkpoint import load_model
 from ml.model import PackedCausal
 from schemas.errors import ContractError
-from tests import training_rank
-from tests.forked import FORKS, leave, redirect
-from tests.training_world import World, make_world, plan_rows, world_of
+from tests.support import training_rank
+from tests.support.forked import FORKS, leave, redirect
+from tests.support.training_world import World, make_world, plan_rows, world_of
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "loss_tiny.txt"

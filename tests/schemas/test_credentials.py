@@ -11,7 +11,7 @@ import pytest
 from infra import waiting
 from schemas.errors import OpdError, StoreError, error_from_json, without_credentials
 from tests.faults.bad_input import run_apart
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 URL = "http://user:s3cr3t@127.0.0.1:9"
 

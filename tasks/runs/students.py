@@ -1,0 +1,85 @@
+"""Which student an iteration samples with: the configured model, or the checkpoint of the iteration before.
+
+A student is a reference. Checkpoints are objects; ranks read folders. So whoever executes a stage has the version
+copied into the run's scratch folder, under its digest; the copy appears when all of it is checked and durable. The
+student in use and the one that it was trained from stay there, older copies go.
+"""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ml.whole_folder import whole_folder
+from schemas import keys
+from schemas.errors import FormatError
+from tasks.inputs.models import model_digest, resolve_model
+from tasks.runs.finished import StageResult
+from tasks.runs.session import Session
+
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Student:
+    """version: digest of the model folder. export, optimizer: objects {name, key, digest}; empty for a configured
+    model, which lies at `path`."""
+
+    version: str
+    path: Path | None = None
+    export: tuple[dict[str, Any], ...] = ()
+    optimizer: tuple[dict[str, Any], ...] = ()
+
+    def folder(self, session: Session) -> Path:
+        """A local Hugging Face folder. Raises FormatError when a checkpoint object is damaged."""
+        if self.path is not None:
+            return self.path
+        return _copied(session, self.export, self.version[:16])
+
+    def optimizer_folder(self, session: Session) -> Path | None:
+        """A local folder of the optimizer's moments; None for a student that nobody has trained."""
+        return _copied(session, self.optimizer, f"{self.version[:16]}-optimizer") if self.optimizer else None
+
+
+def _copied(session: Session, objects: tuple[dict[str, Any], ...], name: str) -> Path:
+    folder = session.scratch / "models" / name
+    if folder.is_dir():
+        folder.touch()
+        return folder
+
+    def copy(entry: dict[str, Any]) -> None:
+        data = session.store.get(entry["key"])
+        if keys.digest_bytes(data) != entry["digest"]:
+            raise FormatError(
+                entry["key"], expected=f"SHA-256 {entry['digest']}", found=keys.digest_bytes(data),
+                safe="earlier checkpoints", next_command=f"opd repair {session.run_id}",
+            )  # fmt: skip
+        (partial / entry["name"]).write_bytes(data)
+
+    with whole_folder(folder, what="a copy of a student", safe="its objects") as partial, ThreadPoolExecutor(4) as pool:
+        list(pool.map(copy, objects))
+    _drop_older(folder)
+    return folder
+
+
+def _drop_older(folder: Path) -> None:
+    """Copies of the same kind other than the last used ones; a name that begins with a dot is a copy in the making."""
+    optimizer = folder.name.endswith("-optimizer")
+    kind = [f for f in folder.parent.iterdir() if f.name.endswith("-optimizer") == optimizer and f.name[0] != "."]
+    for old in sorted(kind, key=lambda f: f.stat().st_mtime)[:-_KEPT]:
+        shutil.rmtree(old)
+
+
+def student_of(session: Session, trained: StageResult | None) -> Student:
+    """The sampler of an iteration. trained: the train stage of the iteration before, None for iteration 0."""
+    if trained is None:
+        return Student(session.model_digests["student"], resolve_model(session.config.student.path))
+    checkpoint = trained.stats["checkpoint"]
+    student = Student(checkpoint["version"], None, tuple(checkpoint["export"]), tuple(checkpoint["optimizer"]))
+    if "scoring" in trained.manifest:
+        return student
+    # Version 0.1 named students by their tensors alone.
+    return Student(model_digest(student.folder(session)), None, student.export, student.optimizer)

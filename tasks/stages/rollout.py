@@ -1,0 +1,209 @@
+"""The rollout stage: prompts of an iteration in, trajectories and their token shards out.
+
+A partition is a few whole groups (all samples of a prompt), so that a lost worker costs no group twice. The
+work files hold all that a worker needs; workers may die and be started again at any moment.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from schemas import keys
+from schemas.config import RunConfig, compute_dtype
+from tasks.inputs.models import check_models, resolve_model, teacher_checks
+from tasks.inputs.prompts import prompts_of_iteration, split_prompts
+from tasks.inputs.room import Room
+from tasks.inputs.text import Tokenizer
+from tasks.rewards.child import VerifierSettings, check_verifiers, no_namespaces
+from tasks.rewards.verifiers import source_digest
+from tasks.runs.finished import StageResult
+from tasks.runs.session import Session
+from tasks.runs.stage import Stage, run_stage
+from tasks.runs.students import Student
+from tasks.stages.prompt_table import commit_prompts
+from tasks.workers.pool import Limits, run_workers
+from tasks.workers.suspects import check_given_up
+
+
+def requests_of_iteration(
+    session: Session, iteration: int, tokenizer: Tokenizer, prompts: list[dict[str, Any]]
+) -> list[list[dict[str, Any]]]:
+    """One group (list of requests) a prompt: training prompts of the iteration, then the held-out ones.
+
+    A prompt that one iteration takes twice (around an epoch's end) gets further sample indices. Raises ContractError
+    for a prompt of the run that leaves the student, a teacher or a pack no room for the longest response, ConfigError
+    for one that a template cannot take.
+    """
+    config = session.config
+    train, heldout = split_prompts(prompts, config.seed, config.prompts.heldout)
+    room = Room(config, tokenizer)
+    if not session.prompts_checked:  # all of them, since a fault in the last one should not wait for its iteration
+        room.check(prompts)
+        session.prompts_checked = True
+    taken = prompts_of_iteration(train, config.seed, config.prompts.per_iteration, iteration)
+    groups = []
+    times_taken: Counter[str] = Counter()
+    for split, chosen, samples in (("train", taken, config.rollout.samples_per_prompt), ("heldout", heldout, 1)):
+        for prompt in chosen:
+            prompt_ids = room.checked(prompt)
+            first_sample = times_taken[prompt["prompt_id"]] * samples
+            times_taken[prompt["prompt_id"]] += 1
+            group = []
+            for sample_index in range(first_sample, first_sample + samples):
+                trajectory_id = keys.trajectory_id(config.run_id, iteration, prompt["prompt_id"], sample_index)
+                group.append(
+                    {
+                        "trajectory_id": trajectory_id,
+                        "prompt_id": prompt["prompt_id"],
+                        "sample_index": sample_index,
+                        "split": split,
+                        "prompt_ids": prompt_ids,
+                        "sampling_key": keys.sampling_key(config.seed, trajectory_id),
+                        "max_response_tokens": config.rollout.max_response_tokens,
+                        "prompt": prompt,
+                    }
+                )
+            groups.append(group)
+    return groups
+
+
+def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]], verifier_failures: int) -> list[dict[str, Any]]:
+    def metric(name: str, value: float) -> dict[str, Any]:
+        return {"run_id": run_id, "iteration": iteration, "stage": "rollout", "step": 0, "name": name,
+                "teacher_index": None, "value": value}  # fmt: skip
+
+    metrics = [
+        metric("trajectories", float(len(rows))),
+        metric("sampled_tokens", float(sum(r["sampled_tokens"] for r in rows))),
+        metric("verifier_failures", float(verifier_failures)),
+        metric("given_up", float(sum(r["status"] == "given_up" for r in rows))),
+        metric("given_up_tokens", float(sum(r["response_tokens"] for r in rows if r["status"] == "given_up"))),
+        metric("stopped_share", sum(r["finish_reason"] == "stop" for r in rows) / max(len(rows), 1)),
+    ]
+    for split in ("train", "heldout"):
+        rewards = [r["reward"] for r in rows if r["split"] == split and r["reward"] is not None]
+        if rewards:
+            metrics.append(metric(f"{split}_reward", math.fsum(rewards) / len(rewards)))
+    return metrics
+
+
+def worker_settings(
+    config: RunConfig,
+    student_folder: Path,
+    student_version: str,
+    stop_ids: Sequence[int],
+    vocab_size: int,
+    workers: int,
+) -> dict[str, Any]:
+    """The part of a worker's work file that all iterations of a run share; `workers` share this machine's cores."""
+    rollout = config.rollout
+    return {
+        "root": config.data,
+        "run_id": config.run_id,
+        "student": {
+            "folder": str(student_folder), "precision": config.student.precision, "digest": student_version,
+        },
+        "compute": compute_dtype(config.student.precision),
+        "sampling": {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
+        "stop_ids": sorted(stop_ids),
+        "vocab_size": vocab_size,
+        "engine": {
+            "max_sequences": rollout.max_sequences,
+            "page_tokens": rollout.page_tokens,
+            "kv_bytes": rollout.kv_bytes,
+        },
+        "ranks": rollout.tensor_parallel,
+        "threads": rollout.threads or max(1, (os.cpu_count() or 1) // (workers * rollout.tensor_parallel)),
+        "seal_seconds": rollout.seal_seconds,
+        "grace_seconds": rollout.grace_seconds,
+        "dead_after_seconds": rollout.dead_after_seconds,
+        "verifier": asdict(VerifierSettings.of(config.prompts)),
+        "max_verifier_failures": config.prompts.max_verifier_failures,
+    }  # fmt: skip
+
+
+def rollout(session: Session, iteration: int, student: Student) -> StageResult:
+    """Sample every trajectory of an iteration.
+
+    Raises ContractError, before the first token, for a teacher that cannot teach this student, and StageError when a
+    partition keeps failing or more trajectories are given up than the configuration allows.
+    """
+    config = session.config
+    configured = resolve_model(config.student.path)  # every student of the run has its shapes and its tokenizer
+    check_models(configured, config)
+    vocab_size = teacher_checks(configured, {t.id: resolve_model(t.path) for t in config.teachers})
+    prompts, repeated = session.prompts
+    if repeated:
+        told = ", ".join(f"{number} of {path}" for path, number in repeated.items())
+        session.notes["prompt rows that repeat an earlier one, each prompt counted once"] = told
+    tokenizer = session.tokenizer
+    scoring = {name: source_digest(name) for name in sorted({p["verifier"] for p in prompts} - {None})}
+    reports: list[dict[str, Any]] = []
+
+    def partitions() -> dict[int, Any]:
+        groups = requests_of_iteration(session, iteration, tokenizer, prompts)
+        check_verifiers(scoring, VerifierSettings.of(config.prompts))
+        if scoring and no_namespaces():
+            session.notes["verifiers run without namespaces, so with the network and your files"] = no_namespaces()
+        commit_prompts(session, prompts)  # before an hour of sampling: the first call that needs Java
+        size = config.rollout.prompts_per_partition
+        return {
+            index: {"partition": index, "requests": [r for group in groups[first : first + size] for r in group]}
+            for index, first in enumerate(range(0, len(groups), size))
+        }
+
+    def execute(prefix: str, todo: dict[int, Any]) -> None:
+        workers = min(config.rollout.workers, len(todo))
+        folder = student.folder(session)
+        work = worker_settings(config, folder, student.version, tokenizer.stop_ids, vocab_size, workers) | {
+            "iteration": iteration, "stage_prefix": prefix, "run_epoch": session.run_epoch, "scoring": scoring,
+        }  # fmt: skip
+        reports.append(
+            run_workers(
+                session, "rollout", iteration, work, todo,
+                workers=workers,
+                limits=Limits(
+                    max_attempts=config.rollout.max_attempts,
+                    grace_seconds=config.rollout.grace_seconds,
+                    stuck_seconds=config.rollout.stuck_seconds,
+                    max_given_up=config.rollout.max_given_up,
+                ),
+                kill_after_tokens=config.drill.kill_rollout_worker_after_tokens if iteration == 0 else 0,
+            )
+        )  # fmt: skip
+
+    def derive(manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
+        check_given_up({i: m["given_up"] for i, m in manifests.items()}, config.rollout.max_given_up, iteration)
+        failures = sum(m["stats"]["verifier_failures"] for m in manifests.values())
+        metrics = _metrics(config.run_id, iteration, rows, failures)
+        stats = {m["name"]: m["value"] for m in metrics}
+        if reports and reports[0].get("drill"):
+            stats["drill"] = reports[0]["drill"]
+        return {"metrics": metrics}, stats
+
+    stage = Stage(
+        name="rollout",
+        iteration=iteration,
+        table="trajectories",
+        config={name: session.content.get(name, {}) for name in ("seed", "prompts", "rollout", "student")},
+        inputs={
+            "student": student.version,
+            "tokenizer": tokenizer.fingerprint,
+            "stop_ids": keys.digest([sorted(tokenizer.stop_ids), vocab_size]),
+            "prompts": keys.digest([prompt["prompt_id"] for prompt in prompts]),
+        },
+        given=lambda work: [{n: v for n, v in request.items() if n != "prompt"} for request in work["requests"]],
+        scoring=scoring,
+        partitions=partitions,
+        execute=execute,
+        derive=derive,
+    )
+    result = run_stage(session, stage)
+    commit_prompts(session, prompts)
+    return result
