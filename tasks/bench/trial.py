@@ -89,6 +89,7 @@ class Trial:
         version = model_digest(self.model)
         work = worker_settings(session.config, self.model, version, [STOP_ID], VOCAB_SIZE, self.partitions) | {
             "iteration": iteration, "stage_prefix": self.stage(iteration), "run_epoch": 0, "scoring": {},
+            "scratch": str(session.scratch / LOGS),
         }  # fmt: skip
         todo = {p: {"partition": p, "requests": self.requests(iteration, p)} for p in range(self.partitions)}
         pool = Pool(session, "rollout", iteration, work, todo, self.partitions)

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infra import waiting
+from schemas import typed_json
 from schemas.errors import OpdError
 
 Say = Callable[..., None]
+W = TypeVar("W")
 _saying = threading.Lock()
 
 
@@ -62,14 +64,14 @@ def _say_wait(text: str) -> None:
     say("waiting", text=text)
 
 
-def run_rank(arguments: list[str], run: Callable[[dict[str, Any]], None]) -> int:
-    """Runs `run` on the work of the file named by the only argument.
+def run_rank(arguments: list[str], kind: type[W], run: Callable[[W], None]) -> int:
+    """Runs `run` on the work, of type `kind`, in the file that the only argument names.
 
     Exit status: 0, or that of the OpdError, which the parent is told and the log shows.
     """
     waiting.speak_through(_say_wait)
     try:
-        run(json.loads(Path(arguments[0]).read_bytes()))
+        run(typed_json.decode(kind, Path(arguments[0]).read_bytes(), arguments[0]))
     except OpdError as error:
         say("error", text=str(error), **error.to_json())
         print(error, file=sys.stderr)

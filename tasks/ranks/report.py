@@ -29,7 +29,7 @@ def run(work: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    return run_rank(arguments, run)
+    return run_rank(arguments, dict[str, Any], run)
 
 
 if __name__ == "__main__":

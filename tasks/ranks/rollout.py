@@ -469,7 +469,7 @@ def _engine_request(request: dict[str, Any], resumed: Resumed | None) -> Request
 def main(arguments: list[str]) -> int:
     stop = StopSignal()
     try:
-        return run_rank(arguments, lambda work: Worker(work, Path(arguments[0]), say, stop).run())
+        return run_rank(arguments, dict[str, Any], lambda work: Worker(work, Path(arguments[0]), say, stop).run())
     except Preempted:
         return EXIT_PREEMPTED
 

@@ -69,7 +69,7 @@ def _follow(work: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    return run_rank(arguments, _follow)
+    return run_rank(arguments, dict[str, Any], _follow)
 
 
 if __name__ == "__main__":

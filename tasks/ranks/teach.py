@@ -1,4 +1,4 @@
-"""One teacher worker: `python -m tasks.ranks.teach WORK.json`; see tasks.stages.teach for the fields of the work.
+"""One teacher worker: `python -m tasks.ranks.teach WORK.json`, a TeachWork.
 
     take an epoch -> read the responses -> hidden states, in order of trajectory_id -> shards, rows, manifest
 
@@ -28,6 +28,8 @@ from ml.model import Transformer
 from ml.teacher import Reading, hidden_states
 from schemas import keys, shards
 from schemas.errors import EXIT_PREEMPTED, ContractError, FormatError
+from schemas.work.model import ModelSource
+from schemas.work.teach import TeachItem, TeachPartition, TeachWork
 from tasks.ranks.process import Say, run_rank, say
 
 OBJECT_BYTES = 32 << 20
@@ -108,15 +110,15 @@ class Responses:
         self._store = store
         self._ids: dict[tuple[str, str], np.ndarray] = {}
 
-    def read(self, item: dict[str, Any]) -> list[int]:
-        shard = (item["shard_key"], item["shard_digest"])
+    def read(self, item: TeachItem) -> list[int]:
+        shard = (item.shard_key, item.shard_digest)
         if shard not in self._ids:
             self._ids[shard] = self._fetch(*shard)
-        first, num_tokens = item["first_row"], item["response_tokens"]
+        first, num_tokens = item.first_row, item.response_tokens
         ids = self._ids[shard][first : first + num_tokens]
         if len(ids) != num_tokens:
             raise ContractError(
-                f"{item['shard_key']}, trajectory {item['trajectory_id']}",
+                f"{item.shard_key}, trajectory {item.trajectory_id}",
                 expected=f"{num_tokens} tokens from row {first}", found=f"{len(self._ids[shard])} rows in all",
             )  # fmt: skip
         return ids.tolist()
@@ -137,65 +139,65 @@ class Responses:
 class Worker:
     """Runs the partitions of one work file, one after another, holding one teacher at a time."""
 
-    def __init__(self, work: dict[str, Any], say: Say) -> None:
+    def __init__(self, work: TeachWork, say: Say) -> None:
         self.work, self.say = work, say
-        self.store = open_store(work["root"])
-        self._model: tuple[tuple[str, ...], Transformer] | None = None
+        self.store = open_store(work.root)
+        self._model: tuple[ModelSource, Transformer] | None = None
 
     def run(self) -> None:
         """Raises OpdError for the partition that cannot go on; those before it are finished."""
-        torch.set_num_threads(self.work["threads"])
-        for entry in self.work["partitions"]:
-            owner = {"stage": "teach", "partition": entry["partition"]}
+        torch.set_num_threads(self.work.threads)
+        for entry in self.work.partitions:
+            owned = keys.partition_prefix(self.work.stage_prefix, entry.partition)
+            owner = {"stage": "teach", "partition": entry.partition}
             lease = leases.acquire(
-                self.store, entry["owned"], owner=owner, dead_after_seconds=self.work["dead_after_seconds"],
-                run_epoch=self.work.get("run_epoch"), on_wait=lambda text: self.say("waiting", text=text),
+                self.store, owned, owner=owner, dead_after_seconds=self.work.dead_after_seconds,
+                run_epoch=self.work.run_epoch, on_wait=lambda text: self.say("waiting", text=text),
             )  # fmt: skip
             if isinstance(lease, leases.Lease):
                 with lease:
                     lease.finish(self._partition(lease, entry))
-            self.say("finished", partition=entry["partition"], epoch=lease.epoch)
+            self.say("finished", partition=entry.partition, epoch=lease.epoch)
 
-    def _teacher(self, entry: dict[str, Any]) -> Transformer:
-        wanted = (entry["model"], entry["precision"], entry["compute"], entry["digest"])
+    def _teacher(self, wanted: ModelSource) -> Transformer:
         if self._model is None or self._model[0] != wanted:
             self._model = None  # two teachers need not fit side by side
             model = load_model(
-                Path(entry["model"]), precision=entry["precision"], compute=entry["compute"],
-                device=rank_device(), digest=entry["digest"],
+                Path(wanted.folder), precision=wanted.precision, compute=wanted.compute, device=rank_device(),
+                digest=wanted.digest,
             )  # fmt: skip
             self._model = (wanted, model)
         return self._model[1]
 
-    def _partition(self, lease: leases.Lease, entry: dict[str, Any]) -> dict[str, Any]:
+    def _partition(self, lease: leases.Lease, entry: TeachPartition) -> dict[str, Any]:
         started = time.monotonic()
         with lease.patience(leases.LONG_SECONDS):
-            model = self._teacher(entry)
-        items = sorted(entry["items"], key=lambda item: item["trajectory_id"])
-        columns = {"run_id": self.work["run_id"], "iteration": self.work["iteration"],
-                   "teacher_index": entry["teacher_index"], "teacher_id": entry["teacher_id"]}  # fmt: skip
+            model = self._teacher(entry.model)
+        items = sorted(entry.items, key=lambda item: item.trajectory_id)
+        columns = {"run_id": self.work.run_id, "iteration": self.work.iteration,
+                   "teacher_index": entry.teacher_index, "teacher_id": entry.teacher_id}  # fmt: skip
         writer = HiddenWriter(self.store, lease, columns, model.config.width, OBJECT_BYTES)
-        total = sum(len(item["context_ids"]) + item["response_tokens"] for item in items)
+        total = sum(item.tokens for item in items)
         done = 0
-        states = hidden_states(model, self._readings(items), batch_tokens=self.work["batch_tokens"])
+        states = hidden_states(model, self._readings(items), batch_tokens=self.work.batch_tokens)
         for item, hidden_TE in zip(items, states, strict=True):
             lease.progress()
-            writer.add(item["trajectory_id"], hidden_TE.view(torch.uint16).numpy())
-            done += len(item["context_ids"]) + item["response_tokens"]
-            self.say("progress", partition=entry["partition"], done=done, total=total, unit="tokens")
+            writer.add(item.trajectory_id, hidden_TE.view(torch.uint16).numpy())
+            done += item.tokens
+            self.say("progress", partition=entry.partition, done=done, total=total, unit="tokens")
         stats = {"tokens": total, "seconds": time.monotonic() - started}
         return writer.finish() | {"stats": stats | observed(model.head_weight.device)}
 
-    def _readings(self, items: list[dict[str, Any]]) -> Iterator[Reading]:
+    def _readings(self, items: list[TeachItem]) -> Iterator[Reading]:
         responses = Responses(self.store)
         for item in items:
-            yield Reading(item["context_ids"], responses.read(item))
+            yield Reading(item.context_ids, responses.read(item))
 
 
 def main(arguments: list[str]) -> int:
     # Leaving through SystemExit lets the lease release itself, so that an heir need not wait.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PREEMPTED))
-    return run_rank(arguments, lambda work: Worker(work, say).run())
+    return run_rank(arguments, TeachWork, lambda work: Worker(work, say).run())
 
 
 if __name__ == "__main__":

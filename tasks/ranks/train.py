@@ -46,6 +46,7 @@ from ml.train.state import State, load_state, save_state
 from schemas import keys
 from schemas.config import compute_dtype
 from schemas.errors import EXIT_PREEMPTED, ContractError, OpdError
+from schemas.work.train import OptimizerSettings, TrainWork
 from tasks.ranks.checkpoints import Checkpoints
 from tasks.ranks.checkpoints import put_file as _put_file
 from tasks.ranks.process import Preempted, StopSignal, run_rank, say
@@ -60,7 +61,7 @@ _EXIT_SECONDS = 2.0
 class Notes:
     """What rank 0 tells and keeps: metric rows so far, micro-batches done, when it last spoke."""
 
-    work: dict[str, Any]
+    work: TrainWork
     rank: int
     total: int
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Notes:
     def metric(self, step: int, name: str, teacher_index: int | None, value: float) -> None:
         if not math.isfinite(value):
             raise ContractError(f"metric {name}, step {step}", expected="a finite number", found=str(value))
-        row = {"run_id": self.work["run_id"], "iteration": self.work["iteration"], "stage": "train", "step": step,
+        row = {"run_id": self.work.run_id, "iteration": self.work.iteration, "stage": "train", "step": step,
                "name": name, "teacher_index": teacher_index, "value": value}  # fmt: skip
         self.rows.append(row)
         self.new.append(row)
@@ -92,29 +93,29 @@ class Notes:
                 self.new = []
 
 
-def run(work: dict[str, Any], stop: StopSignal) -> None:
-    """This rank's part of the work; fields: tasks.stages.train. Raises OpdError, and Preempted after SIGTERM."""
-    torch.set_num_threads(work["threads"])
+def run(work: TrainWork, stop: StopSignal) -> None:
+    """This rank's part of the work; Raises OpdError, and Preempted after SIGTERM."""
+    torch.set_num_threads(work.threads)
     device = rank_device()
     with stop.at_once():
         rank, _ = join_ranks(device)
-    store = open_store(work["root"])
+    store = open_store(work.root)
     if rank > 0:
         if not _told(None):
             _train_and_export(work, store, device, stop, None, None)
         return
-    owner = {"stage": "train", "iteration": work["iteration"]}
+    owner = {"stage": "train", "iteration": work.iteration}
     with stop.at_once():
         lease = leases.acquire(
-            store, work["owned"], owner=owner, dead_after_seconds=work["dead_after_seconds"],
-            run_epoch=work.get("run_epoch"), on_wait=lambda text: say("waiting", text=text),
+            store, work.owned, owner=owner, dead_after_seconds=work.dead_after_seconds,
+            run_epoch=work.run_epoch, on_wait=lambda text: say("waiting", text=text),
         )  # fmt: skip
     if _told(isinstance(lease, leases.Finished)) or isinstance(lease, leases.Finished):
         say("finished", epoch=lease.epoch)
         return
     with lease:
         # Named by the stage's own prefix, so that a checkpoint of another plan or configuration is never taken up.
-        scratch = Path(work["scratch"]) / keys.local_name(work["owned"])
+        scratch = Path(work.scratch) / keys.local_name(work.owned)
         checkpoints = Checkpoints(store, lease, scratch, say)
         manifest = _train_and_export(work, store, device, stop, lease, checkpoints)
         lease.finish(manifest)
@@ -129,10 +130,10 @@ class Boundaries:
     """
 
     def __init__(
-        self, work: dict[str, Any], engine: TrainEngine, notes: Notes, stop: StopSignal,
+        self, work: TrainWork, engine: TrainEngine, notes: Notes, stop: StopSignal,
         checkpoints: Checkpoints | None, steps: int, num_steps: int, optimizer_steps: int,
     ) -> None:  # fmt: skip
-        self._settings, self._engine, self._notes, self._stop = work["train"], engine, notes, stop
+        self._settings, self._engine, self._notes, self._stop = work.settings, engine, notes, stop
         self._checkpoints, self._num_steps = checkpoints, num_steps
         self._optimizer_steps = optimizer_steps - steps  # of the iterations before
         self.steps = self._saved = steps
@@ -142,7 +143,7 @@ class Boundaries:
     def step_end(self, steps: int) -> None:
         """Raises Preempted, with the state of this step kept, when any rank was told to stop."""
         self.steps, self._num_rows = steps, len(self._notes.rows)
-        every, seconds = self._settings["save_every_steps"], self._settings["save_every_seconds"]
+        every, seconds = self._settings.save_every_steps, self._settings.save_every_seconds
         due = (every and steps % every == 0) or (seconds and time.monotonic() - self._saved_at > seconds)
         stopped, due = self._agreed(self._stop.arrived is not None, bool(due) and steps < self._num_steps)
         if due and not stopped:
@@ -176,7 +177,7 @@ class Boundaries:
 
     def _leave(self) -> None:
         arrived = self._stop.arrived or time.monotonic()
-        deadline = arrived + self._settings["grace_seconds"] - _EXIT_SECONDS
+        deadline = arrived + self._settings.grace_seconds - _EXIT_SECONDS
         if self._saved < self.steps and _told(time.monotonic() + self._save_seconds < deadline):
             self._save()
         if self._checkpoints is not None:
@@ -187,7 +188,7 @@ class Boundaries:
 
 
 def _train_and_export(
-    work: dict[str, Any], store: ObjectStore, device: torch.device, stop: StopSignal,
+    work: TrainWork, store: ObjectStore, device: torch.device, stop: StopSignal,
     lease: leases.Lease | None, checkpoints: Checkpoints | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Trains; on rank 0, which holds the lease, uploads and returns the partition manifest."""
@@ -196,10 +197,10 @@ def _train_and_export(
         rank, ranks = dist.get_rank(), dist.get_world_size()
         resumed = _told(checkpoints.newest() if checkpoints else None)
         first_step = resumed.facts["steps"] if resumed else 0
-        plan = _read_rows(work["plan_rows_path"])
+        plan = _read_rows(work.plan_rows_path)
         num_steps = 1 + max((r["step"] for r in plan if r["split"] == "train"), default=-1)
         frames = schedule(
-            plan, _read_rows(work["trajectory_rows_path"]), _read_rows(work["hidden_rows_path"]),
+            plan, _read_rows(work.trajectory_rows_path), _read_rows(work.hidden_rows_path),
             ranks=ranks, first_step=first_step,
         )  # fmt: skip
         engine, optimizer_steps = _engine(work, device, resumed)
@@ -211,23 +212,23 @@ def _train_and_export(
         notes.say("resumed", steps=first_step)
     boundaries = Boundaries(work, engine, notes, stop, checkpoints, first_step, num_steps, optimizer_steps)
     loader, batches = _open_loader(work, store, frames, device)
-    teachers = {t["teacher_index"]: (Path(t["folder"]), t["head_digest"]) for t in work["teachers"]}
+    teachers = {head.teacher_index: head for head in work.teachers}
 
     def read(teacher_index: int) -> torch.Tensor:
-        folder, digest = teachers[teacher_index]
-        return read_head(folder, digest=digest)
+        head = teachers[teacher_index]
+        return read_head(Path(head.folder), digest=head.digest)
 
     patience_seconds = None
     try:
         train(
             engine,
             batches,
-            TeacherHeads(read, vocab_size=work["vocab_size"], device=device),
+            TeacherHeads(read, vocab_size=work.vocab_size, device=device),
             Report(notes.metric, notes.micro_batch, boundaries.step_end, boundaries.before_next),
             num_teachers=1 + max(teachers),
             first_step=first_step,
             num_steps=num_steps,
-            sampler_compute=COMPUTE_DTYPES[compute_dtype(work["precision"])],
+            sampler_compute=COMPUTE_DTYPES[compute_dtype(work.student.precision)],
         )
         notes.say("metrics", rows=notes.new)
     except BaseException:
@@ -252,42 +253,47 @@ def _long(lease: leases.Lease | None) -> contextlib.AbstractContextManager[None]
     return contextlib.nullcontext() if lease is None else lease.patience(leases.LONG_SECONDS)
 
 
-def _engine(work: dict[str, Any], device: torch.device, resumed: State | None) -> tuple[TrainEngine, int]:
+def _engine(work: TrainWork, device: torch.device, resumed: State | None) -> tuple[TrainEngine, int]:
     """The engine, and the optimizer steps that its moments have seen."""
-    settings = work["train"]
+    source, kl = work.student, work.settings.kl
     transformer = load_model(
-        Path(work["student_folder"]), precision=work["precision"], compute=work["compute"], trainable=True,
-        device=device, digest=work["student_version"],
+        Path(source.folder), precision=source.precision, compute=source.compute, trainable=True, device=device,
+        digest=source.digest,
     )  # fmt: skip
-    transformer.checkpoint_layers = settings["recompute_layers"]
+    transformer.checkpoint_layers = work.settings.recompute_layers
     loss = LossSettings(
-        work["vocab_size"], settings["divergence"], settings["temperature"],
-        settings["chunk_bytes"] or traits(device).chunk_bytes, work["page_tokens"], settings["kl_precision"],
+        vocab_size=work.vocab_size, divergence=kl.divergence, temperature=kl.temperature,
+        chunk_bytes=kl.chunk_bytes or traits(device).chunk_bytes, page_tokens=work.page_tokens, precision=kl.precision,
     )  # fmt: skip
     student = Student(transformer, loss)
-    names = EngineSettings.__dataclass_fields__
     optimizer = resumed
     if resumed is not None:
         with torch.no_grad():
             for name, parameter in student.named_parameters():
                 parameter.copy_(resumed.read(name))
-    elif work["optimizer_from"]:
-        optimizer = load_state(Path(work["optimizer_from"]))
+    elif work.optimizer_from is not None:
+        optimizer = load_state(Path(work.optimizer_from))
         if optimizer is None:
             raise ContractError(
-                work["optimizer_from"], expected="the optimizer of the iteration before", found="no complete state",
+                work.optimizer_from, expected="the optimizer of the iteration before", found="no complete state",
                 safe="the student", next_command="opd repair RUN",
             )  # fmt: skip
     steps = optimizer.facts["optimizer_steps"] if optimizer else 0
-    chosen = EngineSettings(**{name: settings[name] for name in names})
-    engine = TrainEngine(student, chosen, device=device, steps_done=steps)
+    engine = TrainEngine(student, _engine_settings(work.settings.optimizer), device=device, steps_done=steps)
     if optimizer is not None:
         engine.load_moments(optimizer.read, steps)
     return engine, steps
 
 
+def _engine_settings(chosen: OptimizerSettings) -> EngineSettings:
+    return EngineSettings(
+        learning_rate=chosen.learning_rate, beta1=chosen.beta1, beta2=chosen.beta2, weight_decay=chosen.weight_decay,
+        gradient_clip=chosen.gradient_clip, warmup_steps=chosen.warmup_steps, zero_stage=chosen.zero_stage,
+    )  # fmt: skip
+
+
 def _open_loader(
-    work: dict[str, Any], store: ObjectStore, frames: list[Frame], device: torch.device
+    work: TrainWork, store: ObjectStore, frames: list[Frame], device: torch.device
 ) -> tuple[NodeLoader | None, RankBatches]:
     """The node's loader (on its first rank only) and this rank's way through it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -298,8 +304,8 @@ def _open_loader(
     loader = None
     if local_rank == 0:
         loader = NodeLoader(
-            mine, store, ranks=local_ranks, loader_bytes=work["train"]["loader_bytes"],
-            job_id=keys.digest(work["owned"])[:12],
+            mine, store, ranks=local_ranks, loader_bytes=work.settings.loader_bytes,
+            job_id=keys.digest(work.owned)[:12],
         )  # fmt: skip
     folders: list[Path | None] = [None] * ranks
     dist.all_gather_object(folders, loader.folder if loader else None)
@@ -310,7 +316,7 @@ def _open_loader(
 
 
 def _export(
-    work: dict[str, Any], store: ObjectStore, engine: TrainEngine, lease: leases.Lease | None,
+    work: TrainWork, store: ObjectStore, engine: TrainEngine, lease: leases.Lease | None,
     checkpoints: Checkpoints | None, notes: Notes, steps: int, optimizer_steps: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Model folder, optimizer and metric rows as objects; without the lease only the collective gathering."""
@@ -320,7 +326,7 @@ def _export(
             continue
         return {}
     out = checkpoints.folder / "out"  # of this epoch alone: nobody swaps it between its digest and its upload
-    source = Path(work["student_folder"])
+    source = Path(work.student.folder)
     save_model(
         out / "export", read_config(source), parameters, companions=source, shard_bytes=_EXPORT_SHARD_BYTES
     )  # fmt: skip
@@ -339,8 +345,8 @@ def _export(
     rows_key = keys.owned_object(lease.owned, lease.epoch, "rows.jsonl")
     store.put(rows_key, data)
     checkpoint = {
-        "run_id": work["run_id"], "iteration": work["iteration"], "version": version,
-        "parent": work["student_version"], "format": "huggingface",
+        "run_id": work.run_id, "iteration": work.iteration, "version": version,
+        "parent": work.student.digest, "format": "huggingface",
         "config_digest": keys.digest(read_config(out / "export")), "steps": steps,
         "keys": json.dumps({group: [o["key"] for o in objects if o["group"] == group]
                             for group in ("export", "optimizer")}),
@@ -352,12 +358,12 @@ def _export(
     }  # fmt: skip
 
 
-def _fp8_inexact(work: dict[str, Any], export: Path, notes: Notes, steps: int) -> list[str]:
+def _fp8_inexact(work: TrainWork, export: Path, notes: Notes, steps: int) -> list[str]:
     """Names of the new student's linears whose MXFP4 values FP8 would change, counted as a metric.
 
     Training in FP8 computes such a linear in bf16, and counts it at each step (`ml.train.loop`); what this adds is the
     student after the last step, which the next iteration starts from. In bf16 they cost nothing."""
-    if work["precision"] != "mxfp4":
+    if work.student.precision != "mxfp4":
         return []
     inexact = [name for name, exact in fp8_exact(export).items() if not exact]
     notes.metric(steps, "fp8_inexact_linears", None, float(len(inexact)))
@@ -379,7 +385,7 @@ def _read_rows(path: str) -> list[dict[str, Any]]:
 def main(arguments: list[str]) -> int:
     stop = StopSignal()
 
-    def run_in_group(work: dict[str, Any]) -> None:
+    def run_in_group(work: TrainWork) -> None:
         try:
             run(work, stop)
         except OpdError:
@@ -393,7 +399,7 @@ def main(arguments: list[str]) -> int:
         leave_ranks()
 
     try:
-        return run_rank(arguments, run_in_group)
+        return run_rank(arguments, TrainWork, run_in_group)
     except Preempted:
         sys.stdout.flush()
         sys.stderr.flush()

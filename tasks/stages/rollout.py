@@ -23,7 +23,7 @@ from tasks.inputs.text import Tokenizer
 from tasks.rewards.child import VerifierSettings, check_verifiers, no_namespaces
 from tasks.rewards.verifiers import source_digest
 from tasks.runs.finished import StageResult
-from tasks.runs.session import Session
+from tasks.runs.session import LOGS, Session
 from tasks.runs.stage import Stage, run_stage
 from tasks.runs.students import Student
 from tasks.stages.prompt_table import commit_prompts
@@ -163,6 +163,7 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
         folder = student.folder(session)
         work = worker_settings(config, folder, student.version, tokenizer.stop_ids, vocab_size, workers) | {
             "iteration": iteration, "stage_prefix": prefix, "run_epoch": session.run_epoch, "scoring": scoring,
+            "scratch": str(session.scratch / LOGS),
         }  # fmt: skip
         reports.append(
             run_workers(

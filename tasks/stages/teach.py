@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from schemas import keys
 from schemas.config import compute_dtype
 from schemas.errors import ContractError
+from schemas.typed_json import to_json
+from schemas.work.model import ModelSource
+from schemas.work.teach import TeachItem, TeachPartition, TeachWork
 from tasks.inputs.models import resolve_model
 from tasks.inputs.room import teacher_context
 from tasks.runs.finished import StageResult
@@ -20,14 +22,14 @@ from tasks.runs.stage import Stage, input_rows, run_stage
 from tasks.workers.pool import Limits, run_workers
 
 
-def _items(session: Session, rollout: StageResult) -> dict[int, list[dict[str, Any]]]:
+def _items(session: Session, rollout: StageResult) -> dict[int, list[TeachItem]]:
     """teacher_index -> what to read, in order of trajectory_id. Raises ContractError for an unknown prompt."""
     config = session.config
     prompts = {p["prompt_id"]: p for p in session.prompts[0]}
     index_of = {teacher_id: i for i, teacher_id in enumerate(config.teacher_ids)}
     tokenizers = session.teacher_tokenizers
-    contexts: dict[tuple[int, str], list[int]] = {}
-    items: dict[int, list[dict[str, Any]]] = {i: [] for i in index_of.values()}
+    contexts: dict[tuple[int, str], tuple[int, ...]] = {}
+    items: dict[int, list[TeachItem]] = {i: [] for i in index_of.values()}
     for row in sorted(input_rows(session, rollout, "trajectories"), key=lambda r: r["trajectory_id"]):
         if row["status"] == "given_up":
             continue  # counted by the rollout stage; dispatch leaves it out as well
@@ -39,61 +41,61 @@ def _items(session: Session, rollout: StageResult) -> dict[int, list[dict[str, A
         for entry in prompt["teachers"]:
             index = index_of[entry["teacher_id"]]
             if (index, row["prompt_id"]) not in contexts:
-                contexts[index, row["prompt_id"]] = teacher_context(config.teacher(index), tokenizers[index], prompt)
+                context_ids = teacher_context(config.teacher(index), tokenizers[index], prompt)
+                contexts[index, row["prompt_id"]] = tuple(context_ids)
             items[index].append(
-                {
-                    "trajectory_id": row["trajectory_id"],
-                    "context_ids": contexts[index, row["prompt_id"]],
-                    "shard_key": row["shard_key"],
-                    "shard_digest": row["shard_digest"],
-                    "first_row": row["first_row"],
-                    "response_tokens": row["response_tokens"],
-                }
+                TeachItem(
+                    trajectory_id=row["trajectory_id"],
+                    context_ids=contexts[index, row["prompt_id"]],
+                    shard_key=row["shard_key"],
+                    shard_digest=row["shard_digest"],
+                    first_row=row["first_row"],
+                    response_tokens=row["response_tokens"],
+                )
             )
     return items
 
 
-def _content(item: dict[str, Any]) -> dict[str, Any]:
+def _content(item: TeachItem) -> dict[str, Any]:
     """Without the key of its token shard, in which an epoch stands: a shard is named by its digest."""
-    return {name: value for name, value in item.items() if name != "shard_key"}
+    return {name: value for name, value in to_json(item).items() if name != "shard_key"}
 
 
 def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult:
     """Hidden states of every (trajectory, teacher) of an iteration."""
     config = session.config
 
-    def partitions() -> dict[int, Any]:
-        out: dict[int, Any] = {}
+    def partitions() -> dict[int, TeachPartition]:
+        out: dict[int, TeachPartition] = {}
         for teacher_index, items in sorted(_items(session, rollout).items()):
             teacher = config.teacher(teacher_index)
+            model = ModelSource(
+                str(resolve_model(teacher.path)), session.model_digests[f"teacher:{teacher.id}"], teacher.precision,
+                compute_dtype(teacher.precision),
+            )  # fmt: skip
             for first in range(0, len(items), config.teach.trajectories_per_partition):
                 partition = len(out)
-                out[partition] = {
-                    "partition": partition,
-                    "teacher_index": teacher_index,
-                    "teacher_id": teacher.id,
-                    "model": str(resolve_model(teacher.path)),
-                    "digest": session.model_digests[f"teacher:{teacher.id}"],
-                    "precision": teacher.precision,
-                    "compute": compute_dtype(teacher.precision),
-                    "items": items[first : first + config.teach.trajectories_per_partition],
-                }
+                out[partition] = TeachPartition(
+                    partition, teacher_index, teacher.id, model,
+                    tuple(items[first : first + config.teach.trajectories_per_partition]),
+                )  # fmt: skip
         return out
 
-    def execute(prefix: str, todo: dict[int, Any]) -> None:
+    def execute(prefix: str, todo: dict[int, TeachPartition]) -> None:
         workers = min(config.teach.workers, len(todo))
-        todo = {i: entry | {"owned": keys.partition_prefix(prefix, i)} for i, entry in todo.items()}
-        work = {
-            "root": config.data,
-            "run_id": config.run_id,
-            "iteration": iteration,
-            "batch_tokens": config.teach.batch_tokens,
-            "threads": config.teach.threads or max(1, (os.cpu_count() or 1) // workers),
-            "dead_after_seconds": config.teach.dead_after_seconds,
-            "run_epoch": session.run_epoch,
-        }
+        work = TeachWork(
+            root=config.data,
+            run_id=config.run_id,
+            iteration=iteration,
+            stage_prefix=prefix,
+            run_epoch=session.run_epoch,
+            batch_tokens=config.teach.batch_tokens,
+            threads=config.teach.threads or max(1, (os.cpu_count() or 1) // workers),
+            dead_after_seconds=config.teach.dead_after_seconds,
+            partitions=(),
+        )
         run_workers(
-            session, "teach", iteration, work, todo,
+            session, "teach", iteration, to_json(work), {i: to_json(entry) for i, entry in todo.items()},
             workers=workers, limits=Limits(config.teach.max_attempts, 5.0, config.teach.stuck_seconds),
         )  # fmt: skip
 
@@ -115,7 +117,7 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
             "rollout": rollout.output_digest,
             **{name: d for name, d in session.model_digests.items() if name.startswith("teacher:")},
         },
-        given=lambda work: [work["teacher_index"], [_content(item) for item in work["items"]]],
+        given=lambda work: [work.teacher_index, [_content(item) for item in work.items]],
         partitions=partitions,
         execute=execute,
         derive=derive,

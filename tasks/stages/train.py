@@ -10,7 +10,10 @@ import os
 from typing import Any
 
 from schemas import keys
+from schemas.config import Train
 from schemas.rows import CHECKPOINTS
+from schemas.work.model import ModelSource
+from schemas.work.train import KLSettings, OptimizerSettings, TeacherHead, TrainSettings, TrainWork
 from tasks.inputs.models import resolve_model
 from tasks.runs.finished import StageResult
 from tasks.runs.session import TRAINING, Session
@@ -47,6 +50,32 @@ def _summary(config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
+def train_settings(train: Train) -> TrainSettings:
+    """What the ranks are told of the section [train]."""
+    return TrainSettings(
+        optimizer=OptimizerSettings(
+            learning_rate=train.learning_rate,
+            beta1=train.beta1,
+            beta2=train.beta2,
+            weight_decay=train.weight_decay,
+            gradient_clip=train.gradient_clip,
+            warmup_steps=train.warmup_steps,
+            zero_stage=train.zero_stage,
+        ),
+        kl=KLSettings(
+            divergence=train.divergence,
+            temperature=train.temperature,
+            precision=train.kl_precision,
+            chunk_bytes=train.chunk_bytes,
+        ),
+        recompute_layers=train.recompute_layers,
+        loader_bytes=train.loader_bytes,
+        save_every_steps=train.save_every_steps,
+        save_every_seconds=train.save_every_seconds,
+        grace_seconds=train.grace_seconds,
+    )
+
+
 def train(session: Session, iteration: int, student: Student, inputs: dict[str, StageResult]) -> StageResult:
     """One pass over the plan of an iteration. inputs: the iteration's rollout, teach and dispatch.
 
@@ -59,40 +88,34 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
 
     def execute(prefix: str, _todo: dict[int, Any]) -> None:
         folder, optimizer = work_folder(session, "train", iteration), student.optimizer_folder(session)
-        work = {
-            "root": config.data,
-            "run_id": config.run_id,
-            "iteration": iteration,
-            "owned": keys.partition_prefix(prefix, 0),
-            "run_epoch": session.run_epoch,
-            "seed": config.seed,
-            "student_folder": str(student.folder(session)),
-            "student_version": student.version,
-            "precision": config.student.precision,
-            "compute": config.train.compute,
-            "optimizer_from": str(optimizer) if optimizer else None,
-            "plan_rows_path": write_rows(folder / "plan.jsonl", input_rows(session, inputs["dispatch"], "plan")),
-            "trajectory_rows_path": write_rows(
+        work = TrainWork(
+            root=config.data,
+            run_id=config.run_id,
+            iteration=iteration,
+            owned=keys.partition_prefix(prefix, 0),
+            run_epoch=session.run_epoch,
+            student=ModelSource(
+                str(student.folder(session)), student.version, config.student.precision, config.train.compute
+            ),
+            optimizer_from=str(optimizer) if optimizer else None,
+            plan_rows_path=write_rows(folder / "plan.jsonl", input_rows(session, inputs["dispatch"], "plan")),
+            trajectory_rows_path=write_rows(
                 folder / "trajectories.jsonl", input_rows(session, inputs["rollout"], "trajectories")
             ),
-            "hidden_rows_path": write_rows(
+            hidden_rows_path=write_rows(
                 folder / "hidden_shards.jsonl", input_rows(session, inputs["teach"], "hidden_shards")
             ),
-            "teachers": [
-                {
-                    "teacher_index": i,
-                    "folder": str(resolve_model(config.teacher(i).path)),
-                    "head_digest": session.models[f"teacher:{teacher_id}"].head,
-                }
+            teachers=tuple(
+                TeacherHead(i, str(resolve_model(config.teacher(i).path)), session.models[f"teacher:{teacher_id}"].head)
                 for i, teacher_id in enumerate(config.teacher_ids)
-            ],
-            "vocab_size": session.tokenizer.vocab_size,
-            "page_tokens": config.rollout.page_tokens,
-            "train": config.train.model_dump(),
-            "threads": config.train.threads or max(1, (os.cpu_count() or 1) // config.train.ranks),
-            "scratch": str(session.scratch / TRAINING),
-            "dead_after_seconds": config.train.dead_after_seconds,
-        }
+            ),
+            vocab_size=session.tokenizer.vocab_size,
+            page_tokens=config.rollout.page_tokens,
+            threads=config.train.threads or max(1, (os.cpu_count() or 1) // config.train.ranks),
+            dead_after_seconds=config.train.dead_after_seconds,
+            scratch=str(session.scratch / TRAINING),
+            settings=train_settings(config.train),
+        )
         limits = Limits(config.train.max_attempts, config.train.grace_seconds, config.train.stuck_seconds)
         run_group(session, "train", iteration, work, ranks=config.train.ranks, limits=limits, folder=folder)
 

@@ -26,7 +26,7 @@ from infra.terminal import tell
 from infra.threads import at_once
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
-from tasks.runs.session import LOGS, Session
+from tasks.runs.session import Session
 from tasks.workers.drill import Drill
 from tasks.workers.lives import last_life
 from tasks.workers.suspects import GivenUp, Suspects, check_given_up
@@ -114,7 +114,7 @@ class Pool:
     ) -> None:
         self.session, self.stage, self.iteration = session, stage, iteration
         self.folder = work_folder(session, stage, iteration)
-        self.work = work | {"scratch": str(session.scratch / LOGS)}
+        self.work = work
         self.todo = dict(todo)
         order = sorted(todo)
         # Neighbours to one worker: partitions of one teacher follow one another.

@@ -7,7 +7,6 @@ ends the stage. A group without a sign of progress is killed, which counts as a 
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Sequence
@@ -17,7 +16,9 @@ from typing import Any
 from infra import launch
 from infra.launch import RankProcess
 from infra.terminal import tell
+from schemas import typed_json
 from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
+from schemas.work.train import TrainWork
 from tasks.runs.session import Session
 from tasks.workers.pool import Limits, loading_seconds, stopping
 
@@ -26,7 +27,7 @@ _BESIDE = ("stored", "notice")
 
 
 def run_group(
-    session: Session, stage: str, iteration: int, work: dict[str, Any], *, ranks: int, limits: Limits, folder: Path
+    session: Session, stage: str, iteration: int, work: TrainWork, *, ranks: int, limits: Limits, folder: Path
 ) -> None:
     """Execute one partition. folder: of this attempt alone, for its work file.
 
@@ -34,11 +35,11 @@ def run_group(
     """
     path = folder / "group.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(work))
+    path.write_bytes(typed_json.encode(work))
     lives = _Lives(session, stage, iteration, limits)
     attempts = reached = 0
     while True:
-        commands = launch.group_commands(f"tasks.ranks.{stage}", path, ranks, {"OMP_NUM_THREADS": str(work["threads"])})
+        commands = launch.group_commands(f"tasks.ranks.{stage}", path, ranks, {"OMP_NUM_THREADS": str(work.threads)})
         lives.begin()
         try:
             processes = launch.run_group(

@@ -48,7 +48,9 @@ class Stage:
         )
         facts = {"progress": silent, "moves": lambda: None, "store": self.site.store}
         session = SimpleNamespace(scratch=self.site.folder / "node", **facts)
-        work = {k: v for k, v in self.site.work.items() if k != "partitions"}
+        work = {k: v for k, v in self.site.work.items() if k != "partitions"} | {
+            "scratch": str(session.scratch / "logs")
+        }
         self.pool = Pool(session, "rollout", 0, work, {3: self.site.work["partitions"][0]}, 1)  # pyright: ignore
         self.pool.run(Limits(max_attempts=2, grace_seconds=5.0, **limits))  # pyright: ignore
 

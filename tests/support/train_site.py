@@ -15,11 +15,14 @@ from infra.store import LocalStore, open_store
 from ml.model_files import model_digest, model_digests
 from schemas import keys
 from schemas.config import Train
+from schemas.typed_json import to_json
+from tasks.stages.train import train_settings
 from tests.support.forked import FORKS, leave, redirect
 from tests.support.tiny import tiny_model
 from tests.support.training_world import make_world, plan_rows, write_store
 
 STEPS = 6
+_DISTURBANCES = ("slow", "slow_checkpoints", "pause")
 OWNED = "runs/tiny/00000/train/f/p00000"
 
 
@@ -39,34 +42,48 @@ def write_base(base: Path) -> Path:
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    """The section `train` of a work file."""
-    return Train.model_validate({"save_every_steps": 1, "learning_rate": 1e-3} | changes).model_dump()
+    """The settings of a work file."""
+    chosen = {"save_every_steps": 1, "learning_rate": 1e-3} | changes
+    return to_json(train_settings(Train.model_validate(chosen)))
 
 
 def write_work(base: Path, name: str, **options: Any) -> Path:
-    """A work file with a store and a partition of its own."""
+    """A work file with a store and a partition of its own. options: its fields, the student's, and disturbances."""
     root = base / name
     (root / "store").mkdir(parents=True)
     for folder in ("rollout", "teach"):
         (root / "store" / folder).symlink_to(base / "objects" / folder)
-    student = Path(options.get("student_folder", base / "student"))
+    student = Path(options.get("folder", base / "student"))
     work = {
-        "root": str(root / "store"), "run_id": "tiny", "iteration": 0, "owned": OWNED,
-        "seed": 0, "student_folder": str(student), "student_version": model_digest(student),
-        "precision": "bf16", "compute": "bf16", "optimizer_from": None, "plan_rows_path": str(base / "plan.jsonl"),
+        "root": str(root / "store"), "run_id": "tiny", "iteration": 0, "owned": OWNED, "run_epoch": 1,
+        "student": {"folder": str(student), "digest": model_digest(student), "precision": "bf16", "compute": "bf16"},
+        "optimizer_from": None, "plan_rows_path": str(base / "plan.jsonl"),
         "trajectory_rows_path": str(base / "trajectories.jsonl"), "hidden_rows_path": str(base / "hidden.jsonl"),
         "teachers": [{"teacher_index": i, "folder": str(base / f"teacher-{i}"),
-                      "head_digest": model_digests(base / f"teacher-{i}").head} for i in (0, 1)],
-        "vocab_size": 259, "slots": 2, "page_tokens": 64, "train": settings(),
-        "threads": 1, "scratch": str(root / "scratch"), "dead_after_seconds": 5.0,
+                      "digest": model_digests(base / f"teacher-{i}").head} for i in (0, 1)],
+        "vocab_size": 259, "page_tokens": 64, "threads": 1, "dead_after_seconds": 5.0,
+        "scratch": str(root / "scratch"), "settings": settings(),
     }  # fmt: skip
     path = root / "work.json"
-    path.write_text(json.dumps(work | options))
+    path.write_text(json.dumps(work))
+    change_work(path, **options)
     return path
 
 
 def change_work(work: Path, **options: Any) -> None:
-    work.write_text(json.dumps(json.loads(work.read_text()) | options))
+    """Fields of the work or of its student, and the disturbances that `_disturb` knows."""
+    known = json.loads(work.read_text())
+    disturbances = _disturbances(work)
+    for name, value in options.items():
+        place = disturbances if name in _DISTURBANCES else known["student"] if name in known["student"] else known
+        place[name] = value
+    work.write_text(json.dumps(known))
+    work.with_name("disturbances.json").write_text(json.dumps(disturbances))
+
+
+def _disturbances(work: Path) -> dict[str, Any]:
+    path = work.with_name("disturbances.json")
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 class Group:
@@ -122,14 +139,12 @@ def _rank(work: str, said: str, group: dict[str, str], die_after: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         checkpoints.save_state = dying
-    _disturb(json.loads(Path(work).read_text()))
+    _disturb(_disturbances(Path(work)))
     leave(train.main([work]))
 
 
 def _disturb(work: dict[str, Any]) -> None:
-    """By fields of the work file that only tests write.
-
-    slow: seconds before each micro-batch. slow_checkpoints: seconds that the store takes for each of their objects.
+    """slow: seconds before each micro-batch. slow_checkpoints: seconds that the store takes for each of their objects.
     pause: name of a signal that rank 0 sends itself before it would finish.
     """
     from infra import leases

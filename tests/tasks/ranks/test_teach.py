@@ -25,8 +25,12 @@ from ml.model_files import model_digest
 from schemas import keys, shards
 from schemas.errors import ContractError, FormatError
 from schemas.rows import HIDDEN_SHARDS
+from schemas.typed_json import from_json
+from schemas.work.teach import TeachWork
 from tasks.ranks.teach import HiddenWriter, Worker
 from tests.support.tiny import tiny_model
+
+PREFIX = keys.stage_prefix("r", 0, "teach", "a" * 64)
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +64,21 @@ def make_work(root: Path, models: list[Path]) -> tuple[dict[str, Any], dict[str,
             sequences[trajectory_id] = (context, response)
             first += len(response)
     partitions = [
-        {"partition": index, "owned": f"runs/r/00000/teach/x/p{index:05d}", "teacher_index": index,
-         "teacher_id": f"teacher {index}", "model": str(model), "digest": model_digest(model), "precision": "bf16",
-         "compute": "bf16", "items": items}
+        {"partition": index, "teacher_index": index, "teacher_id": f"teacher {index}", "items": items,
+         "model": {"folder": str(model), "digest": model_digest(model), "precision": "bf16", "compute": "bf16"}}
         for index, model in enumerate(models)
     ]  # fmt: skip
-    work = {"root": str(root), "run_id": "r", "iteration": 0, "batch_tokens": 100, "threads": 1,
-            "dead_after_seconds": 5.0, "partitions": partitions}  # fmt: skip
+    work = {"root": str(root), "run_id": "r", "iteration": 0, "stage_prefix": PREFIX, "run_epoch": 1,
+            "batch_tokens": 100, "threads": 1, "dead_after_seconds": 5.0, "partitions": partitions}  # fmt: skip
     return work, sequences
+
+
+def owned(entry: dict[str, Any]) -> str:
+    return keys.partition_prefix(PREFIX, entry["partition"])
+
+
+def worker(work: dict[str, Any], say: Any) -> Worker:
+    return Worker(from_json(TeachWork, work, "work"), say)
 
 
 def run_worker(work: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -80,14 +91,14 @@ def run_worker(work: dict[str, Any], folder: Path) -> subprocess.CompletedProces
 
 def manifests(work: dict[str, Any]) -> list[dict[str, Any]]:
     store = open_store(work["root"])
-    found = [leases.finished(store, entry["owned"]) for entry in work["partitions"]]
+    found = [leases.finished(store, owned(entry)) for entry in work["partitions"]]
     return [f.manifest for f in found if f is not None]
 
 
 def test_states_land_where_the_rows_say(models, tmp_path):
     work, sequences = make_work(tmp_path / "data", models)
     for entry in work["partitions"]:
-        entry.update(precision="fp32", compute="fp32")
+        entry["model"].update(precision="fp32", compute="fp32")
     done = run_worker(work, tmp_path)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
@@ -128,13 +139,13 @@ def test_a_rerun_is_a_no_op_and_another_batching_gives_the_same_bytes(models, tm
         events.append(event)
 
     work, _ = make_work(tmp_path / "data", models[:1])
-    Worker(work, say).run()
+    worker(work, say).run()
     assert set(events) == {"progress", "finished"}
     events.clear()
-    Worker(work, say).run()
+    worker(work, say).run()
     assert events == ["finished"]
     other, _ = make_work(tmp_path / "other", models[:1])
-    Worker(other | {"batch_tokens": 3000}, say).run()
+    worker(other | {"batch_tokens": 3000}, say).run()
     assert manifests(work)[0]["rows_digest"] == manifests(other)[0]["rows_digest"]
     assert manifests(work)[0]["objects"] == manifests(other)[0]["objects"]
 
@@ -155,11 +166,11 @@ def test_damage_is_named_on_stdout_and_in_the_status(models, tmp_path):
 
 def test_a_teacher_that_was_replaced_does_not_teach(models, tmp_path):
     work, _ = make_work(tmp_path / "data", models[:1])
-    work["partitions"][0]["model"] = str(shutil.copytree(models[0], tmp_path / "teacher"))
+    work["partitions"][0]["model"]["folder"] = str(shutil.copytree(models[0], tmp_path / "teacher"))
     config = tmp_path / "teacher" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.5}))
     with pytest.raises(ContractError, match=r"config\.json"):
-        Worker(work, lambda *a, **k: None).run()
+        worker(work, lambda *a, **k: None).run()
     assert manifests(work) == []
 
 
@@ -167,7 +178,7 @@ def test_a_range_beyond_the_shard_is_refused(models, tmp_path):
     work, _ = make_work(tmp_path / "data", models[:1])
     work["partitions"][0]["items"][3]["response_tokens"] += 1
     with pytest.raises(ContractError, match="tokens/0"):
-        Worker(work, lambda *a, **k: None).run()
+        worker(work, lambda *a, **k: None).run()
 
 
 def test_sigterm_releases_the_partition(models, tmp_path):
@@ -186,10 +197,10 @@ def test_sigterm_releases_the_partition(models, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
     store = open_store(work["root"])
-    assert leases.finished(store, entry["owned"]) is None
-    beat = json.loads(store.get(keys.heartbeat(entry["owned"], 1)))
+    assert leases.finished(store, owned(entry)) is None
+    beat = json.loads(store.get(keys.heartbeat(owned(entry), 1)))
     assert beat["released"]
-    heir = leases.acquire(store, entry["owned"], owner={}, dead_after_seconds=600.0)
+    heir = leases.acquire(store, owned(entry), owner={}, dead_after_seconds=600.0)
     assert isinstance(heir, leases.Lease)
     assert heir.epoch == 2
 

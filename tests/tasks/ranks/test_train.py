@@ -59,7 +59,7 @@ def test_a_student_in_mxfp4_exports_its_master_and_names_the_linears_that_fp8_wo
     weights[name][:, :32] *= 2.0**-24
     save_file(weights, base / "wide" / "model.safetensors", metadata={"format": "pt"})
     slow = settings(save_every_steps=0, learning_rate=1e-12)
-    options = {"student_folder": str(base / "wide"), "precision": "mxfp4", "train": slow}
+    options = {"folder": str(base / "wide"), "precision": "mxfp4", "settings": slow}
     work = write_work(base, "mxfp4", **options)
     events(work)
     assert manifest_of(work)["fp8_inexact"] == [name]
@@ -80,7 +80,7 @@ def test_training_in_fp8_lowers_the_loss_and_counts_at_each_step_what_it_leaves_
     name = "model.layers.0.mlp.up_proj.weight"
     weights[name][:, :32] *= 2.0**-24
     save_file(weights, base / "fp8" / "model.safetensors", metadata={"format": "pt"})
-    options = {"student_folder": str(base / "fp8"), "precision": "mxfp4", "compute": "fp8"}
+    options = {"folder": str(base / "fp8"), "precision": "mxfp4", "compute": "fp8"}
     work = write_work(base, "in-fp8", **options)
     events(work)
     losses = [row["value"] for row in rows_of(work) if row["name"] == "loss"]
@@ -171,14 +171,14 @@ def test_a_killed_rank_continues_from_its_checkpoint_with_the_same_bytes(base, s
 def test_two_ranks_of_the_next_iteration_go_on_with_the_optimizer(base, straight):
     student = fetch(straight[0], "export", base / "next-student")
     optimizer = fetch(straight[0], "optimizer", base / "next-optimizer")
-    work = write_work(base, "two-ranks", student_folder=str(student), optimizer_from=str(optimizer))
+    work = write_work(base, "two-ranks", folder=str(student), optimizer_from=str(optimizer))
     assert events(work, ranks=2)[-1]["event"] == "finished"
     state = load_state(fetch(work, "optimizer", base / "after-next"))
     earlier = load_state(optimizer)
     assert state is not None
     assert earlier is not None
     assert (earlier.facts["optimizer_steps"], state.facts["optimizer_steps"]) == (STEPS, 2 * STEPS)
-    alone = write_work(base, "one-rank", student_folder=str(student), optimizer_from=str(optimizer))
+    alone = write_work(base, "one-rank", folder=str(student), optimizer_from=str(optimizer))
     events(alone)
     for one, two in zip(rows_of(alone), rows_of(work), strict=True):
         assert {**one, "value": None} == {**two, "value": None}
@@ -217,9 +217,9 @@ def test_damage_ends_with_its_own_status_and_an_error_event(base):
 
 def test_a_head_or_student_that_was_replaced_is_not_trained_on(base):
     heads = [{"teacher_index": i, "folder": str(base / "teacher-1"),
-              "head_digest": model_digests(base / f"teacher-{i}").head} for i in (0, 1)]  # fmt: skip
+              "digest": model_digests(base / f"teacher-{i}").head} for i in (0, 1)]  # fmt: skip
     other = model_digest(base / "teacher-0")
-    for name, options in (("head", {"teachers": heads}), ("student", {"student_version": other})):
+    for name, options in (("head", {"teachers": heads}), ("student", {"digest": other})):
         work = write_work(base, f"replaced-{name}", **options)
         told = events(work, status=5)
         assert told[-1]["kind"] == "contract error"

@@ -72,7 +72,7 @@ def test_other_numbers_of_ranks_continue_the_same_plan(base, straight, tmp_path,
     work = write_work(base, chain.replace(" ", "-"), **EXACT)
     at = 0
     for number, (ranks, stage) in enumerate(CHAINS[chain]):
-        change_work(work, train=settings(zero_stage=stage, learning_rate=RATE))
+        change_work(work, settings=settings(zero_stage=stage, learning_rate=RATE))
         last = number == len(CHAINS[chain]) - 1
         told = events(work, ranks) if last else killed(work, ranks, at + 1 + number)
         assert resumed_at(told) == ([at] if at else [])
@@ -98,7 +98,7 @@ def test_as_many_ranks_end_in_the_same_bytes(base, ranks, stage):
 
     tests/ml/test_train_parity.py holds it for one to four ranks without their processes' ends.
     """
-    options = {"train": settings(zero_stage=stage, learning_rate=RATE)}
+    options = {"settings": settings(zero_stage=stage, learning_rate=RATE)}
     straight = write_work(base, f"straight-{ranks}-{stage}", **options)
     events(straight, ranks)
     work = write_work(base, f"killed-{ranks}-{stage}", **options)

@@ -40,7 +40,7 @@ def straight(base) -> Callable[[int, int], Path]:
 
     @functools.cache
     def run(ranks: int, stage: int) -> Path:
-        work = write_work(base, f"straight-{ranks}-{stage}", train=settings(zero_stage=stage))
+        work = write_work(base, f"straight-{ranks}-{stage}", settings=settings(zero_stage=stage))
         events(work, ranks)
         return work
 
@@ -90,7 +90,7 @@ def stop(work: Path, ranks: int, step: int, to: int = 0) -> dict:
 def test_a_stop_keeps_the_last_step_and_another_node_goes_on_with_the_same_bytes(base, straight, ranks, stage):
     """No checkpoint is due by itself; one rank alone is told to stop, and all agree on the step."""
     options = settings(save_every_steps=0, save_every_seconds=0, zero_stage=stage)
-    work = write_work(base, f"stop-{ranks}-{stage}", train=options)
+    work = write_work(base, f"stop-{ranks}-{stage}", settings=options)
     change_work(work, slow=0.05)
     told = stop(work, ranks, 2, to=ranks - 1)
     assert told["steps"] == told["saved"] == told["stored"] >= 2
@@ -118,7 +118,7 @@ def test_a_stop_before_the_first_step_is_at_once_and_keeps_nothing(base):
 
 def test_a_store_that_is_too_slow_for_the_grace_leaves_this_nodes_checkpoint(base, straight):
     options = settings(save_every_steps=0, save_every_seconds=0, grace_seconds=3)
-    work = write_work(base, "slow-store", train=options, slow=0.05, slow_checkpoints=60)
+    work = write_work(base, "slow-store", settings=options, slow=0.05, slow_checkpoints=60)
     began = time.monotonic()
     told = stop(work, 1, 2)
     assert time.monotonic() - began < 30

@@ -1,0 +1,87 @@
+"""What the ranks of training are given: one file for the whole group, written by tasks.stages.train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from schemas.work.model import ModelSource
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and ZeRO, as `ml.train.engine.EngineSettings` explains them."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    gradient_clip: float
+    warmup_steps: int
+    zero_stage: Literal[1, 3]
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    """chunk_bytes: bound on the logits of one chunk; 0: by kind of device. precision: of the KL's own products."""
+
+    divergence: Literal["reverse", "forward"]
+    temperature: float
+    precision: Literal["exact", "fp8_gradients", "fp8"]
+    chunk_bytes: int
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The part of the work that the section [train] of the configuration says.
+
+    loader_bytes: shared memory of a node's loader. save_every_steps, save_every_seconds: between checkpoints in the
+    middle of a plan; 0: none for their number, none for time. grace_seconds: from SIGTERM to the end of the ranks.
+    """
+
+    optimizer: OptimizerSettings
+    kl: KLSettings
+    recompute_layers: bool
+    loader_bytes: int
+    save_every_steps: int
+    save_every_seconds: float
+    grace_seconds: float
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """folder: of the teacher's model. digest: of the head's bytes, which reading checks, or None."""
+
+    teacher_index: int
+    folder: str
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class TrainWork:
+    """One pass over a plan.
+
+    root: of the data. owned: prefix of the partition. run_epoch: of the run's lease, under which the partition is
+    wanted. optimizer_from: local folder of the moments of the iteration before; None: they begin at zero.
+    plan_rows_path, trajectory_rows_path, hidden_rows_path: local JSONL files of the tables' rows. vocab_size: rows of
+    every head that count. page_tokens: of the sampler's KV pages, which its log-probabilities are recomputed with.
+    threads: of each rank. scratch: local folder, for checkpoints of this run.
+    """
+
+    root: str
+    run_id: str
+    iteration: int
+    owned: str
+    run_epoch: int
+    student: ModelSource
+    optimizer_from: str | None
+    plan_rows_path: str
+    trajectory_rows_path: str
+    hidden_rows_path: str
+    teachers: tuple[TeacherHead, ...]
+    vocab_size: int
+    page_tokens: int
+    threads: int
+    dead_after_seconds: float
+    scratch: str
+    settings: TrainSettings
