@@ -16,7 +16,8 @@ from prefect.settings import PREFECT_API_URL
 from flows import preemption
 from flows.iteration import iteration_flow
 from flows.server import guard_server
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from schemas import config as run_config
 from schemas import keys
 from schemas.config import RunConfig

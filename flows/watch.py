@@ -20,7 +20,8 @@ from prefect.client.schemas.sorting import FlowRunSort
 from flows import preemption
 from flows.campaign import reach_server, run_of
 from infra import leases
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ContractError, OpdError
 from tasks.runs.admission import first_unfinished

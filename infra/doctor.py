@@ -20,12 +20,12 @@ from pathlib import Path
 from infra import confine, jars
 from infra.owners import this_process
 from infra.spark import SparkChild, check_log, version
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store, place
 from schemas import keys
 from schemas.config import Spark
 from schemas.errors import ContractError, OpdError, StoreError
 from schemas.keys import digest_bytes
-from schemas.root import DataRoot
 
 _RACERS, _ROUNDS = 8, 3
 _DISK_BYTES = 2 << 30
@@ -97,7 +97,7 @@ def _room(folder: Path, needed_bytes: int) -> Promise:
 def _try_spark(root: str, scratch: Path, settings: Spark) -> str:
     """Starts Spark over the root's tables; on S3 it must create log entries conditionally, or commits can be lost."""
     with SparkChild(root, settings.model_dump(), scratch.absolute() / "logs" / "doctor.log") as spark:
-        if not DataRoot.parse(root).on_s3:
+        if place(root).folder is not None:
             spark.call(version)
             return "a session starts"
         store, key = open_store(root), f"doctor/{uuid.uuid4().hex}/00000000000000000000.json"
@@ -120,14 +120,14 @@ def check_store(store: ObjectStore, rounds: int = _ROUNDS) -> list[Promise]:
     try:
         _write_and_read(store, prefix)
         promises = {**_PROMISES, "one winner of a race": functools.partial(_race, rounds=rounds)}
-        if not DataRoot.parse(store.root).on_s3:
+        if place(store.root).folder is not None:
             promises["file locks"] = _file_lock
         return [_tried(name, check, store, prefix) for name, check in promises.items()]
     finally:
         with contextlib.suppress(OpdError):  # a failure to clean up is never the news
             for key in store.list(f"{prefix}/"):
                 store.delete(key)
-        if not DataRoot.parse(store.root).on_s3:
+        if place(store.root).folder is not None:
             shutil.rmtree(Path(store.root) / prefix, ignore_errors=True)  # the empty folders
 
 

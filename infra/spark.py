@@ -16,7 +16,6 @@ import fcntl
 import importlib
 import json
 import logging
-import math
 import os
 import select
 import shutil
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from infra import jars, tables
-from infra.store import patience_seconds, s3_endpoint
+from infra.stores import place
 from schemas.config import Spark
 from schemas.errors import ConfigError, OpdError, StageError, error_from_json
 from schemas.root import DataRoot
@@ -59,8 +58,8 @@ def session(root: str, settings: Spark) -> SparkSession:
     pinned jars.
     """
     jars.java()
-    on_s3 = DataRoot.parse(root).on_s3
-    jar_paths = jars.fetch(settings.jars, progress=lambda text: print(text, file=sys.stderr), s3=on_s3)
+    where = place(root)
+    jar_paths = where.spark_jars(Path(settings.jars), lambda text: print(text, file=sys.stderr))
     # A Spark that the user has installed elsewhere would meet jars of another version.
     os.environ["SPARK_HOME"] = str(jars.pyspark_home())
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
@@ -89,7 +88,7 @@ def session(root: str, settings: Spark) -> SparkSession:
         "spark.databricks.delta.properties.defaults.enableDeletionVectors": "false",
         # Delta rebuilds a snapshot in 50 tasks unless told otherwise: seconds each, for logs of a few thousand files.
         "spark.databricks.delta.snapshotPartitions": "1",
-        **(_s3a_options() if on_s3 else {}),
+        **where.spark_options(),
     }
     builder = SparkSession.builder
     for name, value in options.items():
@@ -98,25 +97,6 @@ def session(root: str, settings: Spark) -> SparkSession:
     spark.sparkContext.setLogLevel("WARN")
     tables.register_tables(spark, root)
     return spark
-
-
-def _s3a_options() -> dict[str, str]:
-    """S3A by the AWS_* environment that boto3 reads. Credentials go from it to the JVM, never into an option."""
-    endpoint = s3_endpoint()
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    options = {
-        "aws.credentials.provider": "software.amazon.awssdk.auth.credentials.DefaultCredentialsProvider",
-        "create.conditional.enabled": "true",
-        # Pauses double from half a second: together they are about as long as the store's patience.
-        "retry.limit": str(round(math.log2(2 * patience_seconds() + 1))),
-        # Bucket names in the host name need DNS entries that services of one's own seldom have.
-        **({"endpoint": endpoint, "path.style.access": "true"} if endpoint else {}),
-        **({"endpoint.region": region} if region else {}),
-    }
-    return {
-        "spark.delta.logStore.s3a.impl": "opd.ConditionalLogStore",
-        **{f"spark.hadoop.fs.s3a.{name}": value for name, value in options.items()},
-    }
 
 
 def version(spark: SparkSession) -> str:

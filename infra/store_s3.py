@@ -27,6 +27,8 @@ from boto3.session import Session
 from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
+from infra.s3_errors import BROKEN_BODY, CHECKSUM_ADVICE, Refused, Replaced, explained, passes
+from infra.s3_settings import s3_endpoint
 from infra.store import (
     PART_BYTES,
     PARTS_AT_ONCE,
@@ -36,12 +38,10 @@ from infra.store import (
     ObjectStore,
     UnfinishedWrite,
     check_key,
-    patience_seconds,
-    s3_endpoint,
 )  # fmt: skip
 from infra.threads import at_once
 from infra.waiting import waiting
-from schemas.errors import ConfigError, FormatError, OpdError, StoreError
+from schemas.errors import ConfigError, FormatError, StoreError
 from schemas.keys import digest_bytes
 
 _log = logging.getLogger(__name__)
@@ -59,48 +59,6 @@ _SINGLE_BYTES = 128 << 20
 _MOST_PARTS = 10_000
 #: Parts of all objects that are on their way at once: each is a copy in memory.
 _PARTS_IN_MEMORY = 16
-_BROKEN_BODY = (
-    aws.HTTPClientError, aws.IncompleteReadError, aws.FlexibleChecksumError, HTTPError, OSError,
-)  # fmt: skip
-_PASSING = (*_BROKEN_BODY, aws.ConnectionError)
-_PASSING_CODES = {
-    "ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "SlowDown", "Throttling", "ThrottlingException",
-    "RequestLimitExceeded", "TooManyRequests", "BadDigest", "XAmzContentChecksumMismatch",
-}  # fmt: skip
-_CREDENTIAL_CODES = {"InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "AccessDenied", "Forbidden", "403"}
-_CHECKSUM_ADVICE = "AWS_REQUEST_CHECKSUM_CALCULATION=when_required (request_checksum_calculation=when_required)"
-
-
-def client_settings() -> dict[str, str]:
-    """Endpoint, region and credentials as boto3 finds them (environment, profile, role), and patience, for delta-rs.
-
-    The former under their AWS_* names; secrets included, so never for a log. Raises ConfigError for a profile that is
-    not there.
-    """
-    # By itself it gives up after ten tries: two seconds, where a connection is refused.
-    settings = {"max_retries": "1000", "retry_timeout": f"{patience_seconds():g}s"}
-    if endpoint := s3_endpoint():
-        # Services of a private network often speak plain HTTP, which clients refuse unless told.
-        settings |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"}
-    try:
-        session = Session()
-        credentials = session.get_credentials()
-    except aws.BotoCoreError as error:
-        raise ConfigError(
-            "AWS settings of the environment", expected="settings that boto3 takes", found=str(error)
-        ) from error
-    if session.region_name:
-        settings["AWS_REGION"] = session.region_name
-    if credentials is not None:
-        found = credentials.get_frozen_credentials()
-        names = {"AWS_ACCESS_KEY_ID": found.access_key, "AWS_SECRET_ACCESS_KEY": found.secret_key,
-                 "AWS_SESSION_TOKEN": found.token}  # fmt: skip
-        settings |= {name: value for name, value in names.items() if value}
-    return settings
-
-
-class _Replaced(Exception):
-    """The object became another one while it was being read."""
 
 
 class S3Store:
@@ -130,7 +88,7 @@ class S3Store:
                     self._where(key), expected="the bytes that were put",
                     found="them in a frame, with a checksum after them: this service keeps what only frames an upload",
                     safe="nothing that was put here so: its bytes are not those of any object",
-                    next_command=f"{_CHECKSUM_ADVICE}, on an empty root",
+                    next_command=f"{CHECKSUM_ADVICE}, on an empty root",
                 )  # fmt: skip
             raise FormatError(self._where(key), expected=f"SHA-256 {expected}, as written", found=found,
                               safe="every other object", next_command="opd repair RUN")  # fmt: skip
@@ -160,7 +118,7 @@ class S3Store:
         body = bytes(data)
         try:
             self._retrying(key, lambda: self._client().put_object(**arguments, Body=body, IfNoneMatch="*"))
-        except _Failed as failed:
+        except Refused as failed:
             if failed.status != 412:
                 raise
             # An answer to an earlier try of this very call may have been lost: then the object is ours.
@@ -181,7 +139,7 @@ class S3Store:
         check_key(key)
         try:
             self._retrying(key, lambda: self._client().delete_object(Bucket=self._bucket, Key=self._prefix + key))
-        except _Failed as failed:
+        except Refused as failed:
             if failed.code != "NoSuchKey":
                 raise
 
@@ -199,7 +157,7 @@ class S3Store:
         key, upload_id = write.name
         try:
             self._retrying(key, lambda: self._client().abort_multipart_upload(**self._upload(key, upload_id)))
-        except _Failed as failed:
+        except Refused as failed:
             if failed.code != "NoSuchUpload":
                 raise
 
@@ -212,7 +170,7 @@ class S3Store:
         try:
             for page in self._pages(key, "list_parts", self._upload(key, upload_id), "PartNumberMarker"):
                 size += sum(part["Size"] for part in page.get("Parts", ()))
-        except _Failed as failed:
+        except Refused as failed:
             if failed.code != "NoSuchUpload":  # it has just ended
                 raise
         return UnfinishedWrite(f"{self._where(key)}, upload {upload_id}", size, (key, upload_id))
@@ -239,7 +197,7 @@ class S3Store:
             parts = at_once(send, range(1, -(-size // part_bytes) + 1), PARTS_AT_ONCE)
             complete = {"MultipartUpload": {"Parts": parts}}
             self._retrying(key, lambda: client.complete_multipart_upload(**upload, **complete))
-        except _Failed as failed:
+        except Refused as failed:
             # An answer to an earlier try of this very call may have been lost: then the object is ours.
             if failed.code == "NoSuchUpload" and self._wrote(key, arguments):
                 return
@@ -314,7 +272,7 @@ class S3Store:
     def _head(self, key: str) -> dict[str, Any] | None:
         try:
             head = self._retrying(key, lambda: self._client().head_object(Bucket=self._bucket, Key=self._prefix + key))
-        except _Failed as failed:
+        except Refused as failed:
             if failed.status != 404:
                 raise
             if not self._bucket_seen:  # a HEAD has no body to say which of the two is missing
@@ -331,7 +289,7 @@ class S3Store:
         while not reading.complete:
             try:
                 self._retrying(key, lambda: self._read_some(key, reading))
-            except _Failed as failed:
+            except Refused as failed:
                 if failed.code == "NoSuchKey":
                     raise self._missing(key) from failed
                 if failed.status != 416:
@@ -346,7 +304,7 @@ class S3Store:
         except aws.ClientError as error:
             if reading.data and error.response["ResponseMetadata"]["HTTPStatusCode"] in (404, 412, 416):
                 reading.restart()
-                raise _Replaced(key) from error
+                raise Replaced(key) from error
             raise
         had = len(reading.data)
         with response["Body"] as body:
@@ -357,7 +315,7 @@ class S3Store:
             except aws.FlexibleChecksumError:
                 reading.restart()  # damaged on the way: none of it can be kept
                 raise
-            except _BROKEN_BODY as error:
+            except BROKEN_BODY as error:
                 if len(reading.data) == had:
                     raise
                 _log.warning("%s: body broke off after %d bytes: %s", self._where(key), len(reading.data), error)
@@ -386,13 +344,15 @@ class S3Store:
             while True:
                 try:
                     answer = call()
-                except (aws.BotoCoreError, aws.ClientError, HTTPError, OSError, _Replaced) as error:
+                except (aws.BotoCoreError, aws.ClientError, HTTPError, OSError, Replaced) as error:
                     if isinstance(error, (aws.HTTPClientError, HTTPError)):
                         # Connections that were opened together are forgotten together: the next try opens a fresh one.
                         self._client().close()
                     _log.info("%s: %s", self._where(key), error)
-                    if not _passes(error) or not wait.pause(str(error)):
-                        raise self._failed(key, error, wait.seconds) from error
+                    if not passes(error) or not wait.pause(str(error)):
+                        raise explained(
+                            error, self._where(key), self._bucket, self._client().meta.endpoint_url, wait.seconds
+                        ) from error
                 else:
                     self._bucket_seen = True
                     return answer
@@ -411,51 +371,6 @@ class S3Store:
         return StoreError(f"{self._where(key)}, bytes {start} to {start + (length or 0)}",
                           expected=f"an object of at least {start + (length or 0)} bytes",
                           found=f"{size} bytes")  # fmt: skip
-
-    def _failed(self, key: str, error: Exception, waited: float) -> OpdError:
-        """What went wrong, for the user; a _Failed where the service answered with a status."""
-        where, endpoint = self._where(key), self._client().meta.endpoint_url
-        if isinstance(error, (aws.NoCredentialsError, aws.PartialCredentialsError, aws.CredentialRetrievalError)):
-            return StoreError(where, expected="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
-                              found=str(error), next_command="set them, then opd doctor")  # fmt: skip
-        if not isinstance(error, aws.ClientError):
-            return StoreError(where, expected=f"an answer from {endpoint} (AWS_ENDPOINT_URL)",
-                              found=f"{error}, tried for {waited:.0f} s", safe="every object written so far",
-                              next_command="opd doctor; once it answers, the same command again")  # fmt: skip
-        status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"]["Code"]
-        found = f"{status} {code}: {error.response['Error'].get('Message', '')} from {endpoint}"
-        expected, advice = "the service to do as asked", "opd doctor"
-        if code == "NoSuchBucket":
-            where, expected, advice = f"s3://{self._bucket}", "a bucket", "create it, or correct the data setting"
-        elif code == "RequestTimeTooSkewed":
-            expected, advice = "a clock that agrees with the service's", "set this machine's clock"
-        elif code == "SignatureDoesNotMatch":
-            expected = "a signature that the service accepts"
-            advice = f"correct AWS_SECRET_ACCESS_KEY; for services that cannot check checksums, {_CHECKSUM_ADVICE}"
-        elif code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
-            expected, advice = "the bucket's own region", "correct AWS_DEFAULT_REGION"
-        elif code in _CREDENTIAL_CODES:
-            # The answer to a HEAD has no body: a wrong secret and a right that is missing look the same there.
-            expected = "credentials that may read and write here"
-            advice = "correct AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or the rights that go with them"
-        elif status in (400, 411, 501) and error.operation_name in ("PutObject", "CreateMultipartUpload", "UploadPart"):
-            expected = "a service that takes PUT with a checksum and with If-None-Match, and multipart uploads"
-            advice = f"{_CHECKSUM_ADVICE} if it cannot do checksums; then opd doctor"
-        return _Failed(status, code, where, expected, found, advice)
-
-
-class _Failed(StoreError):
-    """A refusal of the service, with what it said, for callers inside this module that can answer to it."""
-
-    def __init__(self, status: int, code: str, where: str, expected: str, found: str, advice: str) -> None:
-        super().__init__(where, expected=expected, found=found, safe="every object written so far",
-                         next_command=advice)  # fmt: skip
-        self.status, self.code = status, code
-
-    def __reduce__(self):
-        plain = StoreError(self.where, expected=self.expected, found=self.found, safe=self.safe,
-                           next_command=self.next_command)  # fmt: skip
-        return plain.__reduce__()
 
 
 class _Reading:
@@ -503,15 +418,3 @@ def _cut(pieces: Sequence[memoryview], start: int, length: int) -> bytes:
         found.append(piece[max(0, start) : max(0, start + length)])
         start -= len(piece)
     return b"".join(found)
-
-
-def _passes(error: Exception) -> bool:
-    """Whether the same request may well succeed a little later."""
-    if isinstance(error, aws.ClientError):
-        status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-        return (
-            error.response["Error"]["Code"] in _PASSING_CODES
-            or status in (409, 429)
-            or (status >= 500 and status != 501)
-        )
-    return isinstance(error, (*_PASSING, _Replaced)) and not isinstance(error, aws.SSLError)

@@ -29,7 +29,8 @@ import pyarrow as pa
 
 from infra import epochs, leases, owners, table_files
 from infra.row_objects import check_announced, read_jsonl
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store, place
 from schemas import keys
 from schemas import rows as rows_schema
 from schemas.errors import ContractError, OpdError, StoreError
@@ -76,20 +77,11 @@ def table_exists(root: str, table: str) -> bool:
     return any(key.endswith(_LOG_ENDS) for key in open_store(root).list(f"tables/{table}/_delta_log/"))
 
 
-def _storage_options(root: str) -> dict[str, str] | None:
-    """delta-rs knows neither profiles nor boto3's settings: it is told what boto3 found."""
-    if not DataRoot.parse(root).on_s3:
-        return None
-    from infra.store_s3 import client_settings  # boto3 costs a third of a second, which local runs need not pay
-
-    return client_settings()
-
-
 def _delta_table(root: str, table: str, version: int | None = None) -> deltalake.DeltaTable:
     """The table, the newest version by default. Raises ContractError for a schema that this software does not know."""
     with _readable(root, table):
         location = table_uri(root, table)
-        found = deltalake.DeltaTable(location, version=version, storage_options=_storage_options(root))
+        found = deltalake.DeltaTable(location, version=version, storage_options=place(root).delta_options())
         table_files.check_log(open_store(root), table, found.version(), len(found.file_uris()))
         schema_version, columns = _schema(found)
     spec = TABLES[table]
@@ -296,9 +288,9 @@ def set_aside(root: str, table: str) -> str:
     store = open_store(root)
     kept = f"tables/.broken/{table}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:4]}"
     with _commit_lock(store, root, table):
-        if not DataRoot.parse(root).on_s3:
+        if (folder := place(root).folder) is not None:
             _forget_durable(root, table)
-            table_files.move(Path(table_uri(root, table)), Path(root).resolve() / kept)
+            table_files.move(Path(table_uri(root, table)), folder.resolve() / kept)
         else:
             names = store.list(f"tables/{table}/")
             for key in names:
@@ -421,7 +413,7 @@ def _overtaken(store: ObjectStore, root: str, table: str, lease: leases.Lease, l
 
 @contextlib.contextmanager
 def _local_lock(root: str, table: str) -> Iterator[None]:
-    if DataRoot.parse(root).on_s3:
+    if place(root).folder is None:
         yield
         return
     path = _lock_path(root, table)
@@ -453,12 +445,12 @@ def _lock_path(root: str, table: str) -> Path:
 
 def _forget_durable(root: str, table: str) -> None:
     """What the lock file says of a table that stood here before."""
-    if not DataRoot.parse(root).on_s3:
+    if place(root).folder is not None:
         _lock_path(root, table).write_text("")
 
 
 def _make_durable(root: str, table: str) -> None:
-    if not DataRoot.parse(root).on_s3:  # S3 answers when an object is durable
+    if place(root).folder is not None:  # elsewhere what was answered is durable
         table_files.sync(Path(table_uri(root, table)), _lock_path(root, table))
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from tests.support import s3_server
 from tests.support.spark_session import spark, spark_root
 

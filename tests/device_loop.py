@@ -29,7 +29,7 @@ from safetensors.torch import load
 
 from infra import leases
 from infra.launch import free_port
-from infra.store import open_store
+from infra.stores import open_store
 from kernels.testing import relative_error
 from ml.model_files import model_digest, model_digests
 from schemas import keys

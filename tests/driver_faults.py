@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.store import open_store
+from infra.stores import open_store
 from tests.support import prefect_server, s3_server
 from tests.support.tiny import tiny_model
 
@@ -320,6 +320,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--away-seconds", type=float, default=60.0)
     arguments = parser.parse_args()
+    # Under nohup drivers would inherit that SIGHUP is ignored, as a user of nohup wants it: no fault at all.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     folder = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import leases
-from infra.store import open_store
+from infra.stores import open_store
 from ml.rollout.wal_recovery import read_folder
 from schemas import config, keys
 from schemas.rows import TRAJECTORIES, content_digest

@@ -20,7 +20,8 @@ from typing import Any
 from infra import leases, tables
 from infra.row_objects import read_jsonl
 from infra.spark import SparkChild
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ContractError, FormatError, OpdError, StageError, StoreError
 from schemas.rows import PROMPTS, TABLES, content_digest

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from infra import tables
-from infra.store import open_store
+from infra.stores import open_store
 from schemas import shards
 from schemas.errors import ContractError
 from tasks.inputs.models import resolve_model

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.leases import Finished
-from infra.store import ObjectStore, UnfinishedWrite, open_store
+from infra.store import ObjectStore, UnfinishedWrite
+from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ContractError
 from schemas.keys import is_ours

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from infra import tables
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ContractError, OpdError
 from schemas.rows import TABLES, content_digest

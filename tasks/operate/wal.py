@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store, place
 from ml.rollout import wal_format as fmt
 from ml.rollout.wal_recovery import recover
 from schemas.errors import ConfigError, FormatError
-from schemas.root import DataRoot
 
 _SUFFIX = ".seg"
 _NAMES = {
@@ -100,8 +99,8 @@ def _find(path: str) -> tuple[ObjectStore, dict[str, list[str]], bool]:
         store = open_store(folder or ".")
         if store.head(name) is not None:
             return store, {"": [name]}, True
-    root = DataRoot.parse(path)
-    if not root.on_s3 and not Path(root.path).is_dir():
+    folder = place(path).folder
+    if folder is not None and not folder.is_dir():
         return open_store(path), {}, False
     store, logs = open_store(path), {}
     for key in store.list(""):

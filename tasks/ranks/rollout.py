@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from infra import leases
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from ml.device import observed, rank_device
 from ml.model import Transformer
 from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 from infra import leases
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from ml.checkpoint import fp8_exact, load_model, read_head, save_model
 from ml.device import observed, rank_device, traits
 from ml.linear import COMPUTE_DTYPES

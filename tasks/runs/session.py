@@ -15,7 +15,8 @@ from typing import Any
 from infra import epochs, leases
 from infra.doctor import rely_on
 from infra.spark import SparkChild
-from infra.store import ObjectStore, open_store, set_patience
+from infra.store import ObjectStore, set_patience
+from infra.stores import open_store
 from infra.terminal import tell
 from schemas import keys
 from schemas.config import RunConfig

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from infra import tables
-from infra.store import open_store
+from infra.stores import open_store
 from ml import packing
 from schemas import keys, rows
 from schemas.errors import ConfigError, ContractError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import open_store
+from infra.stores import open_store
 from tests.e2e.test_iteration import REPOSITORY, opd, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.s3]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from infra import waiting
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from schemas import config as run_config
 from schemas.errors import StageError
 from tasks.runs.session import open_session

@@ -19,7 +19,7 @@ import pytest
 
 from flows import cli
 from infra import leases, tables
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas import keys
 from schemas.errors import ConfigError, ContractError, FormatError, StageError, StoreError
 from tasks.operate.verify import verify

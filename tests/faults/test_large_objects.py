@@ -24,7 +24,7 @@ KEY = "runs/r/00000/teach/0123456789abcdef/p00000/e000001/large"
 _UPLOADER = """
 import sys
 from infra import store_s3
-from infra.store import open_store
+from infra.stores import open_store
 store_s3._SINGLE_BYTES, store_s3.PART_BYTES, store_s3.PARTS_AT_ONCE = 6 << 20, 5 << 20, 1
 store = open_store(sys.argv[1])
 client = store._client()

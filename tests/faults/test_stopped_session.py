@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas import keys
 from tests.support.tiny import tiny_model
 

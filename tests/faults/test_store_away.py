@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from infra import tables, waiting
+from infra.s3_settings import client_settings
 from infra.spark import SparkChild
-from infra.store import LocalStore, ObjectStore, open_store
-from infra.store_s3 import client_settings
+from infra.store import ObjectStore
+from infra.store_local import LocalStore
+from infra.stores import open_store
 from infra.waiting import Wait
 from schemas import config, keys
 from schemas.errors import StoreError
@@ -112,7 +114,7 @@ def test_a_disk_that_is_freed_in_time_takes_the_object(tmp_path: Path, monkeypat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(fd)
 
-    monkeypatch.setattr("infra.store.os.fsync", full)
+    monkeypatch.setattr("infra.store_local.os.fsync", full)
     store.put("k", b"whole")
     assert store.put_if_absent("l", b"whole")
     assert not store.put_if_absent("l", b"other")
@@ -131,7 +133,7 @@ def test_a_disk_that_stays_full_or_fails_is_an_error(
     def refuse(fd: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("infra.store.os.fsync", refuse)
+    monkeypatch.setattr("infra.store_local.os.fsync", refuse)
     for call in (store.put, store.put_if_absent):
         started = time.monotonic()
         with pytest.raises(StoreError):
@@ -145,13 +147,13 @@ def test_a_disk_that_stays_full_or_fails_is_an_error(
 def test_the_word_comes_on_stderr_and_the_patience_reaches_children(s3: str):
     code = """
 import os, subprocess, sys
-from infra import store, waiting
+from infra import store, stores, waiting
 waiting.WORD_SECONDS = 0.5
 store.set_patience(2.5)
 child = "from infra import store; print(store.patience_seconds())"
 assert subprocess.run([sys.executable, "-c", child], capture_output=True).stdout == b"2.5\\n"
 try:
-    store.open_store(sys.argv[1]).get("k")
+    stores.open_store(sys.argv[1]).get("k")
 except store.StoreError as error:
     print(error)
 """

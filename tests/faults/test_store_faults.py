@@ -16,7 +16,8 @@ import boto3
 import pytest
 
 from infra.leases import Finished, Lease, acquire, finished
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from schemas.errors import ConfigError, FormatError, StoreError
 from tests.support import s3_server
 from tests.support.s3_proxy import Proxy

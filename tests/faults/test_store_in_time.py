@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import LocalStore, ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.store_local import LocalStore
+from infra.stores import open_store
 from schemas.errors import ConfigError, StoreError
 from tests.support.s3_proxy import Proxy
 

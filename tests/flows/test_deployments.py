@@ -8,7 +8,7 @@ import yaml
 from prefect.flows import load_flow_from_entrypoint
 
 from flows.campaign import run_id_of
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas import keys
 
 REPOSITORY = Path(__file__).parents[2]

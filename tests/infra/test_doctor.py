@@ -12,7 +12,8 @@ from flows import cli
 from infra import doctor
 from infra.doctor import check_store, examine, require_promises
 from infra.spark import check_log, version
-from infra.store import LocalStore, ObjectInfo, ObjectStore
+from infra.store import ObjectInfo, ObjectStore
+from infra.store_local import LocalStore
 from schemas.config import Spark
 from schemas.errors import ConfigError, ContractError, StoreError
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from infra import epochs, leases
-from infra import store as stores
+from infra import store_local as stores
 from infra.leases import Finished, Lease, acquire, finished, revoke
-from infra.store import LocalStore, ObjectStore
+from infra.store import ObjectStore
+from infra.store_local import LocalStore
 from schemas import keys
 from schemas.errors import ContractError, StoreError
 

@@ -16,7 +16,9 @@ import pytest
 
 from infra import leases
 from infra.leases import Finished, Lease, Superseded, acquire, finished, release
-from infra.store import LocalStore, ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.store_local import LocalStore
+from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ContractError, StoreError
 from tests.support.s3_proxy import Proxy
@@ -26,7 +28,7 @@ OWNED = "runs/r/00000/rollout/abc/p00000"
 HEAD = """
 import os, sys, time
 from infra.leases import acquire, release
-from infra.store import open_store
+from infra.stores import open_store
 from schemas.errors import ContractError
 store, OWNED = open_store({root!r}), {owned!r}
 """

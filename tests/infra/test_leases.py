@@ -22,7 +22,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from infra import leases, owners
 from infra.leases import Finished, Lease, acquire, finished, release
-from infra.store import LocalStore, ObjectStore
+from infra.store import ObjectStore
+from infra.store_local import LocalStore
 from schemas import keys
 from schemas.errors import ContractError, FormatError, StoreError
 
@@ -57,7 +58,7 @@ def start(store: ObjectStore, code: str) -> subprocess.Popen[str]:
     head = f"""
 import os, sys, time
 from infra.leases import Finished, acquire, finished, release
-from infra.store import open_store
+from infra.stores import open_store
 from schemas.errors import ContractError
 store, OWNED = open_store({store.root!r}), {OWNED!r}
 """

@@ -119,7 +119,7 @@ def test_the_live_owner_of_another_user_is_not_taken_for_dead_where_proc_hides_i
     take = f"""
 import os, sys, time
 from infra.leases import acquire
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas.errors import ContractError
 def become(uid):
     os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0)

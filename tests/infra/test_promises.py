@@ -13,7 +13,9 @@ import boto3
 import pytest
 
 from infra import doctor
-from infra.store import LocalStore, ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.store_local import LocalStore
+from infra.stores import open_store
 from schemas import config, keys
 from schemas.errors import ContractError, StoreError
 from tasks.operate.upkeep import upkeep

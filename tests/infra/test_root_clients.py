@@ -8,8 +8,8 @@ import deltalake
 import pyarrow as pa
 import pytest
 
-from infra import store_s3, tables
-from infra.store import open_store
+from infra import s3_settings, tables
+from infra.stores import open_store
 from schemas.root import DataRoot
 
 #: One table for each is a second of Spark: so many strange characters in one name.
@@ -23,7 +23,7 @@ def place(spark, root: str) -> tuple[list[str], int, int]:
     spark.sql(f"CREATE TABLE delta.`{tables.table_uri(root, 'plan', for_spark=True)}` (a INT) USING DELTA")
     location = tables.table_uri(root, "plan", for_spark=True)
     spark.createDataFrame([(1,)], "a int").write.format("delta").mode("append").save(location)
-    options = store_s3.client_settings() if DataRoot.parse(root).on_s3 else None
+    options = s3_settings.client_settings() if DataRoot.parse(root).on_s3 else None
     table = deltalake.DeltaTable(tables.table_uri(root, "plan"), storage_options=options)
     rows = deltalake.QueryBuilder().register("t", table).execute("SELECT a FROM t").read_all().num_rows
     keys = [key.rpartition("/")[2] for key in open_store(root).list("tables/plan/_delta_log/") if key.endswith(".json")]
@@ -41,7 +41,7 @@ def test_prefixes_on_s3(s3: str):
     """Objects that the store writes are found by delta-rs at its own spelling, and the other way round."""
     for name in NAMES:
         root = str(DataRoot.parse(f"{s3}//{name}/"))
-        store, options = open_store(root), store_s3.client_settings()
+        store, options = open_store(root), s3_settings.client_settings()
         deltalake.write_deltalake(tables.table_uri(root, "plan"), _ROW, storage_options=options)
         assert store.list("")[0] == f"tables/plan/_delta_log/{0:020d}.json"
         for key in store.list("tables/plan/"):

@@ -16,7 +16,9 @@ import pytest
 
 from infra import store as infra_store
 from infra import store_s3
-from infra.store import LocalStore, ObjectStore, open_store, read_parts
+from infra.store import ObjectStore, read_parts
+from infra.store_local import LocalStore
+from infra.stores import open_store
 from schemas.errors import ConfigError, StoreError
 
 
@@ -188,7 +190,7 @@ def test_eight_threads_race_and_one_wins(store: ObjectStore):
 
 _CONTENDER = """
 import sys, time
-from infra.store import open_store
+from infra.stores import open_store
 store, me, rounds = open_store(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 store.put(f"ready/{me}", b"")
 while len(store.list("ready/")) < 4:
@@ -255,7 +257,7 @@ def test_a_disk_that_fills_in_the_middle_leaves_nothing_behind(tmp_path: Path):
     code = """
 import resource, signal, sys
 from pathlib import Path
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas.errors import StoreError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -284,7 +286,7 @@ def test_a_failed_fsync_is_an_error_and_leaves_the_old_object(tmp_path: Path, mo
     def broken(fd: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("infra.store.os.fsync", broken)
+    monkeypatch.setattr("infra.store_local.os.fsync", broken)
     with pytest.raises(StoreError):
         store.put("k", b"new")
     with pytest.raises(StoreError):
@@ -298,7 +300,7 @@ def test_sigkill_at_any_moment_shows_whole_objects_only(tmp_path: Path):
     code = """
 import sys
 from pathlib import Path
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 store = LocalStore(Path(sys.argv[1]))
 print(flush=True)
 for n in range(10**9):
@@ -328,7 +330,7 @@ def test_a_read_only_folder_is_explained(tmp_path: Path):
         code = """
 import os, sys
 from pathlib import Path
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas.errors import StoreError
 os.setgid(65534); os.setuid(65534)
 try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from infra import epochs, leases, table_files, tables
-from infra.store import open_store
+from infra.stores import open_store
 from schemas import keys, rows
 from schemas.errors import ContractError, FormatError
 from schemas.rows import METRICS, TABLES, Column

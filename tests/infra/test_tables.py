@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from infra import epochs, leases, tables
-from infra.store import open_store
+from infra.stores import open_store
 from schemas import keys, rows
 from schemas.errors import ContractError, FormatError, OpdError, StoreError
 from schemas.rows import METRICS, PROMPTS, TABLES, TRAJECTORIES, Table

@@ -14,7 +14,7 @@ import pytest
 
 from infra import tables
 from infra.spark import SparkChild, check_log
-from infra.store import open_store
+from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ConfigError, ContractError, StoreError
 from schemas.rows import METRICS, content_digest

@@ -9,7 +9,7 @@ import deltalake
 import pyarrow as pa
 
 from infra import tables
-from infra.store import open_store
+from infra.stores import open_store
 from schemas.rows import TABLES
 
 

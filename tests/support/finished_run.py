@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from infra import leases, tables
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from schemas import keys, shards
 from schemas.rows import TABLES
 from tasks.runs.stage import table_entry

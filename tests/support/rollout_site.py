@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from infra import leases
-from infra.store import LocalStore, open_store
+from infra.store_local import LocalStore
+from infra.stores import open_store
 from ml.model_files import model_digest
 from schemas import keys
 from schemas.errors import StoreError

@@ -11,7 +11,8 @@ from typing import Any
 
 from infra.launch import free_port
 from infra.leases import Finished, finished
-from infra.store import LocalStore, open_store
+from infra.store_local import LocalStore
+from infra.stores import open_store
 from ml.model_files import model_digest, model_digests
 from schemas import keys
 from schemas.config import Train

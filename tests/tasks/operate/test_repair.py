@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from infra import leases, tables
-from infra.store import open_store
+from infra.stores import open_store
 from schemas import keys, shards
 from schemas.errors import ContractError
 from schemas.rows import HIDDEN_SHARDS, METRICS, PROMPTS

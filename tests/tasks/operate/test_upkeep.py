@@ -10,7 +10,8 @@ import pytest
 
 from flows.cli import main
 from infra import leases
-from infra.store import LocalStore, ObjectStore
+from infra.store import ObjectStore
+from infra.store_local import LocalStore
 from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_recovery import recover
 from schemas import keys

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas import shards
 from tasks.operate import invariants
 

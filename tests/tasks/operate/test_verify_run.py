@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows import cli
-from infra.store import open_store
+from infra.stores import open_store
 from schemas import keys
 from tasks.operate.invariants import Check
 from tasks.operate.verify import verify

@@ -20,7 +20,8 @@ from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM
 
 from infra import leases
-from infra.store import LocalStore, open_store
+from infra.store_local import LocalStore
+from infra.stores import open_store
 from ml.model_files import model_digest
 from schemas import keys, shards
 from schemas.errors import ContractError, FormatError

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.leases import finished
-from infra.store import open_store
+from infra.stores import open_store
 from ml.model_files import model_digest, model_digests
 from ml.train.state import load_state
 from schemas.errors import StoreError

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from schemas.errors import EXIT_PREEMPTED
 from tests.support.train_site import (
     OWNED,

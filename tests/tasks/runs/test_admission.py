@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas import config, keys
 from schemas.errors import ConfigError, ContractError
 from tasks.runs import admission, records

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra import leases
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas.errors import FormatError, StoreError
 from tasks.runs import manifests
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import open_store
+from infra.stores import open_store
 from schemas import config
 from tasks.operate.upkeep import upkeep
 from tasks.runs import session as sessions

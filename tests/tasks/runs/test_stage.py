@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra import leases, tables
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas import config, keys
 from schemas.errors import ContractError, FormatError, StageError
 from schemas.rows import TABLES, content_digest

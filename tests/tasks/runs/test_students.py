@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.store import LocalStore
+from infra.store_local import LocalStore
 from schemas import keys
 from schemas.errors import FormatError
 from tasks.runs.manifests import read_stage

@@ -16,7 +16,7 @@ import pytest
 
 from infra import tables
 from infra.spark import SparkChild
-from infra.store import open_store
+from infra.stores import open_store
 from schemas import keys, rows
 from schemas.errors import ContractError, OpdError
 from schemas.rows import PLAN, TABLES

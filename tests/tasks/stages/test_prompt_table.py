@@ -11,7 +11,8 @@ import pytest
 
 from infra import tables
 from infra.row_objects import read_jsonl
-from infra.store import ObjectStore, open_store
+from infra.store import ObjectStore
+from infra.stores import open_store
 from schemas import keys
 from schemas.errors import FormatError
 from schemas.rows import PROMPTS
