@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infra.stores import open_store
+from schemas.errors import EXIT_PREEMPTED
 from tests.support import prefect_server, s3_server
 from tests.support.tiny import tiny_model
 
@@ -181,7 +182,7 @@ class Campaign:
     def hung_up(self, life: Life) -> int | None:
         life.process.send_signal(signal.SIGHUP)
         status = life.wait(_SECONDS_TO_END)
-        if status not in (75, 0, -signal.SIGHUP):
+        if status not in (EXIT_PREEMPTED, 0, -signal.SIGHUP):
             self.breach(life, f"SIGHUP ended it with {status}")
         elif status == -signal.SIGHUP and time.monotonic() - life.started > 5:
             self.breach(life, "SIGHUP killed it without a word")
@@ -196,14 +197,15 @@ class Campaign:
         if status is None:
             status = heir.wait(_SECONDS_TO_END * 3)
         self.note(heir)
-        zombie = life.wait(_SECONDS_TO_END)
+        # An heir that was refused, as the frozen one woke in time, leaves it the run: it goes on to its end.
+        zombie = life.wait(_SECONDS_TO_END if status in (0, EXIT_PREEMPTED) else _SECONDS_TO_END * 5)
         if zombie is None:
             self.breach(life, "a zombie that woke did not end")
             life.process.kill()
             life.wait(_SECONDS_TO_END)
         elif zombie == 0 and "already finished" not in life.text() and status != 0:
             self.breach(life, "a zombie finished the run that its heir had")
-        if status not in (0, 75):
+        if status not in (0, EXIT_PREEMPTED):
             # Refused because the frozen one lived on, which is an error that names it: the next life goes on.
             print(f"   heir: {status}: {heir.text().strip().splitlines()[-5:]}", flush=True)
         if status is None:
