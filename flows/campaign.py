@@ -15,7 +15,6 @@ from prefect.settings import PREFECT_API_URL
 
 from flows import preemption
 from flows.iteration import iteration_flow
-from flows.server import guard_server
 from infra.store import ObjectStore
 from infra.stores import open_store
 from schemas import config as run_config
@@ -40,6 +39,8 @@ def reach_server() -> None:
     """
     url = PREFECT_API_URL.value()
     if url is None:
+        from flows.server import guard_server  # half of what importing Prefect costs, seconds, and only needed here
+
         guard_server()
         return
     try:
