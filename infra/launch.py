@@ -11,6 +11,7 @@ belongs into the `finally`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -272,7 +273,16 @@ def _become_rank(module: str, work_path: str) -> None:
     if os.getppid() != int(os.environ.pop("OPD_PARENT")):
         sys.exit(f"{module}: the owner of this rank is gone")
     sys.argv = [module, work_path]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            raise  # Python prints the text
+        # The interpreter takes a second or more to take torch apart, and what counts is durable already.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code or 0)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ One tiny run of two iterations is driven to its end again and again. At a random
 
     killed      SIGKILL; the next life begins at once
     hung up     SIGHUP, as a closed terminal sends it; it must end by itself, with exit status 75
-    frozen      SIGSTOP; an heir takes the run, and later the zombie wakes (SIGCONT) and must end by itself, in an error
+    frozen      SIGSTOP; an heir takes the run and is disturbed in its turn; the zombie wakes later (SIGCONT) and must
+                end by itself, in an error; one that wakes in time keeps the run, and its heir is refused
     cut off     its S3 server stands still for a while; it must go on, or end in an error of the store
 
 Held: each run that comes to its end has the content of an undisturbed one (outputs of all stages, students by content,
@@ -31,13 +32,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infra.stores import open_store
-from schemas.errors import EXIT_PREEMPTED
+from schemas.errors import EXIT_PREEMPTED, ContractError, StoreError
 from tests.support import prefect_server, s3_server
 from tests.support.tiny import tiny_model
 
 REPOSITORY = Path(__file__).parents[1]
 _PR_SET_CHILD_SUBREAPER = 36
 _SECONDS_TO_END = 120.0
+#: An heir that starts beside a frozen owner knows by then whether that one is silent for good.
+_SECONDS_TO_KNOW = 60.0
 #: Of all lives, this one of so many has no Prefect server to talk to and starts Prefect's own.
 _ALONE = 5
 
@@ -132,7 +135,7 @@ class Campaign:
         self.random = random.Random(seed)
         self.breaches: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.lives = self.runs = 0
+        self.lives = self.runs = self.done = 0
         self.silence = 0.0
         self.silent_log = ""
         self.reference: dict[str, str] = {}
@@ -149,82 +152,94 @@ class Campaign:
         self.seconds = time.monotonic() - began
         self.reference = self.content()
         print(f"undisturbed: {self.seconds:.0f} s, {len(self.reference)} outputs", flush=True)
-        done = 0
-        while done < self.moments:
+        while self.done < self.moments:
             self.new_root()
+            life = self.start()
             while True:
-                life = self.start()
-                moment = self.random.uniform(0.5, self.seconds)
-                status = life.wait(moment if done < self.moments else _SECONDS_TO_END * 5)
-                if status is None and done < self.moments:
-                    done += 1
-                    status = self.disturb(life, done)
-                self.note(life)
-                if status == 0:
-                    break
-                if status is None and done >= self.moments:
+                status = life.wait(self.moment()) if self.done < self.moments else life.wait(_SECONDS_TO_END * 5)
+                if status is None and self.done < self.moments:
+                    self.done += 1
+                    life = self.disturb(life, self.done)
+                elif status is None:
                     self.breach(life, "did not end")
                     life.process.kill()
+                elif status == 0:
+                    self.note(life)
+                    break
+                else:
+                    self.note(life)
+                    life = self.start()
             self.finish(life)
 
-    def disturb(self, life: Life, number: int) -> int | None:
+    def moment(self) -> float:
+        """Seconds to the next fault: a life gets a part of the way, and the lives of a run get through all of it."""
+        return self.random.uniform(0.5, self.seconds / 2)
+
+    def disturb(self, life: Life, number: int) -> Life:
+        """The life after the fault: the same one where it may go on, one that has ended where it should be replaced."""
         faults = ["killed", "hung up", "frozen"] + (["cut off"] if self.weed else [])
         fault = faults[number % len(faults)]
         self.counts[fault] += 1
-        status = getattr(self, fault.replace(" ", "_"))(life)
-        print(f"{number}: {fault} after {time.monotonic() - life.started:.1f} s, exit status {status}", flush=True)
-        return status
+        after = time.monotonic() - life.started
+        following = getattr(self, fault.replace(" ", "_"))(life)
+        status = following.process.poll()
+        now = "goes on" if status is None else f"exit status {status}"
+        print(f"{number}: {fault} after {after:.1f} s: {now}", flush=True)
+        return following
 
-    def killed(self, life: Life) -> int | None:
+    def killed(self, life: Life) -> Life:
         life.process.kill()
-        return life.wait(_SECONDS_TO_END)
+        life.wait(_SECONDS_TO_END)
+        return life
 
-    def hung_up(self, life: Life) -> int | None:
+    def hung_up(self, life: Life) -> Life:
         life.process.send_signal(signal.SIGHUP)
         status = life.wait(_SECONDS_TO_END)
-        if status not in (EXIT_PREEMPTED, 0, -signal.SIGHUP):
+        if status is None:
+            self.breach(life, "SIGHUP did not end it")
+            life.process.kill()
+            life.wait(_SECONDS_TO_END)
+        elif status not in (EXIT_PREEMPTED, 0, -signal.SIGHUP):
             self.breach(life, f"SIGHUP ended it with {status}")
-        elif status == -signal.SIGHUP and time.monotonic() - life.started > 5:
+        elif status == -signal.SIGHUP and time.monotonic() - life.started > 10:
             self.breach(life, "SIGHUP killed it without a word")
-        return status
+        return life
 
-    def frozen(self, life: Life) -> int | None:
+    def frozen(self, life: Life) -> Life:
+        """Its heir takes the run and goes on; or is refused, as the frozen one woke in time, which then goes on."""
         life.process.send_signal(signal.SIGSTOP)
         heir = self.start()
         status = heir.wait(self.random.uniform(20.0, 40.0))
         life.process.send_signal(signal.SIGCONT)
         life.forget_silence()
-        if status is None:
-            status = heir.wait(_SECONDS_TO_END * 3)
-        self.note(heir)
-        # An heir that was refused, as the frozen one woke in time, leaves it the run: it goes on to its end.
-        zombie = life.wait(_SECONDS_TO_END if status in (0, EXIT_PREEMPTED) else _SECONDS_TO_END * 5)
+        if status is None:  # it knows by now, or will learn, whether the run is its own
+            status = heir.wait(_SECONDS_TO_KNOW)
+        if status == ContractError.exit_status:
+            self.note(heir)
+            self.counts["frozen, woke in time"] += 1
+            return life
+        zombie = life.wait(_SECONDS_TO_END)
+        self.note(life)
         if zombie is None:
             self.breach(life, "a zombie that woke did not end")
             life.process.kill()
             life.wait(_SECONDS_TO_END)
-        elif zombie == 0 and "already finished" not in life.text() and status != 0:
+        elif zombie == 0 and "already finished" not in life.text():
             self.breach(life, "a zombie finished the run that its heir had")
-        if status not in (0, EXIT_PREEMPTED):
-            # Refused because the frozen one lived on, which is an error that names it: the next life goes on.
-            print(f"   heir: {status}: {heir.text().strip().splitlines()[-5:]}", flush=True)
-        if status is None:
-            self.breach(heir, "an heir did not end")
-            heir.process.kill()
-            heir.wait(_SECONDS_TO_END)
-        return 0 if 0 in (zombie, status) else status
+        return heir
 
-    def cut_off(self, life: Life) -> int | None:
+    def cut_off(self, life: Life) -> Life:
+        """It waits for its store, and goes on once that is back."""
         assert self.weed is not None
         os.kill(self.weed, signal.SIGSTOP)
         try:
             status = life.wait(self.away)
         finally:
             os.kill(self.weed, signal.SIGCONT)
-        if status is not None and status not in (0, 4):
+        if status is not None and status not in (0, StoreError.exit_status):
             self.breach(life, f"a store that was away ended it with {status}")
         self.counts["cut off, and went on"] += status is None
-        return life.wait(_SECONDS_TO_END * 3) if status is None else status
+        return life
 
     # --- lives and what they leave
 
