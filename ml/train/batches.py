@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from schemas.errors import ContractError
+from schemas.needs import UNNAMED_OBJECTIVE, Need
 
 Phase = Literal["before", "train", "after"]
 _ALIGN_BYTES = 64
@@ -39,10 +40,14 @@ class HiddenRange:
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """One plan row with everything needed to read it."""
+    """One plan row with everything needed to read it. needs: of its objective; advantage: None where it needs none;
+    teacher_index is None, and there are no hidden states, where it needs no teacher."""
 
     trajectory_id: str
-    teacher_index: int
+    objective: str
+    needs: frozenset[Need]
+    teacher_index: int | None
+    advantage: float | None
     weight: float
     shard_key: str
     shard_digest: str
@@ -75,7 +80,8 @@ class Frame:
 
 @dataclass(frozen=True)
 class FrameArrays:
-    """Views into a frame's bytes. bf16 hidden states travel as uint16."""
+    """Views into a frame's bytes. bf16 hidden states travel as uint16, an array a segment, of width 0 without a
+    teacher. behaviour_R is empty unless an objective of the frame needs it."""
 
     ids_N: np.ndarray
     positions_N: np.ndarray
@@ -84,12 +90,19 @@ class FrameArrays:
     response_R: np.ndarray
     weight_R: np.ndarray
     logged_R: np.ndarray
+    behaviour_R: np.ndarray
     hidden_RE: tuple[np.ndarray, ...] = field(default=())
 
 
-def segments(frame: Frame) -> list[tuple[int, tuple[PackedSequence, ...]]]:
-    """Runs of sequences of one teacher: (teacher_index, sequences), in the order of the pack."""
-    return [(teacher, tuple(group)) for teacher, group in groupby(frame.sequences, key=lambda s: s.teacher_index)]
+def segments(frame: Frame) -> list[tuple[PackedSequence, ...]]:
+    """Runs of sequences of one objective and one teacher, or of none, in the order of the pack."""
+    runs = groupby(frame.sequences, key=lambda s: (s.objective, s.teacher_index))
+    return [tuple(run) for _, run in runs]
+
+
+def with_behaviour(frame: Frame) -> bool:
+    """Whether the frame holds the log-probabilities of the distribution that its tokens were sampled from."""
+    return any("behaviour_logprobs" in s.needs for s in frame.sequences)
 
 
 def layout(frame: Frame) -> tuple[list[tuple[int, type[np.generic], tuple[int, ...]]], int]:
@@ -103,9 +116,11 @@ def layout(frame: Frame) -> tuple[list[tuple[int, type[np.generic], tuple[int, .
         (np.int32, (num_rows,)),
         (np.float32, (num_rows,)),
         (np.float32, (num_rows,)),
+        (np.float32, (num_rows if with_behaviour(frame) else 0,)),
     ]
-    for _, run in segments(frame):
-        parts.append((np.uint16, (sum(s.response_tokens for s in run), run[0].hidden[0].width)))
+    for run in segments(frame):
+        width = run[0].hidden[0].width if run[0].hidden else 0
+        parts.append((np.uint16, (sum(s.response_tokens for s in run), width)))
     out, offset = [], 0
     for dtype, shape in parts:
         out.append((offset, dtype, shape))
@@ -114,10 +129,11 @@ def layout(frame: Frame) -> tuple[list[tuple[int, type[np.generic], tuple[int, .
     return out, offset
 
 
-def largest_frame_bytes(pack_tokens: int, width: int, num_teachers: int) -> int:
-    """Bytes that no frame of a pack exceeds, whatever its sequences. width: of the widest teacher."""
-    sequences = pack_tokens // 2
-    arrays = [4 * pack_tokens] * 2 + [4 * (sequences + 1)] + [4 * pack_tokens] * 4 + [2 * width * pack_tokens]
+def largest_frame_bytes(pack_tokens: int, width: int, num_teachers: int, *, behaviour: bool = False) -> int:
+    """Bytes that no frame of a pack exceeds, whatever its sequences. width: of the widest teacher, 0 without any.
+    behaviour: with the log-probabilities of `with_behaviour`."""
+    sequences, by_row = pack_tokens // 2, 5 if behaviour else 4
+    arrays = [4 * pack_tokens] * 2 + [4 * (sequences + 1)] + [4 * pack_tokens] * by_row + [2 * width * pack_tokens]
     return sum(arrays) + _ALIGN_BYTES * (len(arrays) + num_teachers)
 
 
@@ -127,7 +143,7 @@ def view(frame: Frame, data: memoryview) -> FrameArrays:
         np.frombuffer(data, dtype, count=int(np.prod(shape, dtype=np.int64)), offset=offset).reshape(shape)
         for offset, dtype, shape in layout(frame)[0]
     ]
-    return FrameArrays(*arrays[:7], hidden_RE=tuple(arrays[7:]))
+    return FrameArrays(*arrays[:8], hidden_RE=tuple(arrays[8:]))
 
 
 def schedule(
@@ -136,13 +152,15 @@ def schedule(
     hidden_rows: Iterable[Mapping[str, Any]],
     *,
     ranks: int,
+    needs: Mapping[str, frozenset[Need]],
     first_step: int = 0,
 ) -> list[Frame]:
     """All frames in order of consumption; every group of `ranks` frames is one wave, one frame a rank.
 
-    Rows are those of schemas.rows PLAN, TRAJECTORIES and HIDDEN_SHARDS. first_step > 0 continues a plan: the
-    held-out packs before the first step and the steps before it are left out. Raises ContractError where the plan
-    names a trajectory or hidden rows that are not there, or its offsets do not tile the pack.
+    Rows are those of schemas.rows PLAN, TRAJECTORIES and HIDDEN_SHARDS. needs: of each objective that the plan may
+    name. first_step > 0 continues a plan: the held-out packs before the first step and the steps before it are left
+    out. Raises ContractError where the plan names another objective, a trajectory or hidden rows that are not there,
+    where a row lacks what its objective needs, or where offsets do not tile the pack.
     """
     trajectories = {row["trajectory_id"]: row for row in trajectory_rows}
     hidden: dict[tuple[str, int], list[HiddenRange]] = {}
@@ -162,11 +180,11 @@ def schedule(
     frames: list[Frame] = []
     for phase, mini_batches in order:
         for key in mini_batches:
-            frames += _waves(phase, key, packs[key], trajectories, hidden, ranks)
+            frames += _waves(phase, key, packs[key], trajectories, hidden, needs, ranks)
     return frames
 
 
-def _waves(phase, key, packs, trajectories, hidden, ranks) -> Iterator[Frame]:
+def _waves(phase, key, packs, trajectories, hidden, needs, ranks) -> Iterator[Frame]:
     """Frames of one mini-batch, padded with empty ones so that every rank has the same number of micro-batches."""
     where = f"plan, {key[0]}, step {key[1]}"
     denominators = {row["denominator_tokens"] for rows in packs.values() for row in rows}
@@ -182,21 +200,27 @@ def _waves(phase, key, packs, trajectories, hidden, ranks) -> Iterator[Frame]:
             continue
         for slot in slots:
             rows = packs.get((micro_batch, slot), [])
-            sequences = _sequences(rows, trajectories, hidden, f"{where}, slot {slot}, micro-batch {micro_batch}")
+            sequences = _sequences(
+                rows, trajectories, hidden, needs, f"{where}, slot {slot}, micro-batch {micro_batch}"
+            )
             yield Frame(phase, key[1], micro_batch, slot, denominator, sequences)
 
 
-def _sequences(rows, trajectories, hidden, where) -> tuple[PackedSequence, ...]:
+def _sequences(rows, trajectories, hidden, needs, where) -> tuple[PackedSequence, ...]:
     out, end = [], 0
     for row in sorted(rows, key=lambda r: (r["pack_id"], r["offset"])):
         trajectory_id, teacher_index = row["trajectory_id"], row["teacher_index"]
-        trajectory = trajectories.get(trajectory_id)
+        trajectory, objective = trajectories.get(trajectory_id), row.get("objective") or UNNAMED_OBJECTIVE
         if trajectory is None:
             raise ContractError(f"{where}, trajectory {trajectory_id}", expected="its trajectories row", found="none")
+        if objective not in needs:
+            raise ContractError(
+                f"{where}, trajectory {trajectory_id}, objective", expected=" or ".join(sorted(needs)), found=objective
+            )
         sequence = PackedSequence(
-            trajectory_id, teacher_index, float(row["weight"]), trajectory["shard_key"], trajectory["shard_digest"],
-            trajectory["first_prompt_row"], trajectory["prompt_tokens"], trajectory["first_row"],
-            trajectory["response_tokens"],
+            trajectory_id, objective, needs[objective], teacher_index, row.get("advantage"), float(row["weight"]),
+            trajectory["shard_key"], trajectory["shard_digest"], trajectory["first_prompt_row"],
+            trajectory["prompt_tokens"], trajectory["first_row"], trajectory["response_tokens"],
             tuple(sorted(hidden.get((trajectory_id, teacher_index), ()), key=lambda h: h.first_token_row)),
         )  # fmt: skip
         if (row["offset"], row["length"]) != (end, sequence.length):
@@ -219,6 +243,14 @@ def _check_sequence(sequence: PackedSequence, where: str) -> None:
             expected="at least one prompt token and one response token",
             found=f"{sequence.prompt_tokens} and {sequence.response_tokens}",
         )
+    for need, value in (("teacher_states", sequence.teacher_index), ("advantage", sequence.advantage)):
+        if (need in sequence.needs) != (value is not None):
+            raise ContractError(
+                where, expected=f"what objective {sequence.objective} needs: {', '.join(sorted(sequence.needs))}",
+                found=f"teacher_index {sequence.teacher_index}, advantage {sequence.advantage}",
+            )  # fmt: skip
+    if sequence.teacher_index is None:
+        return
     covered = 0
     for part in sequence.hidden:
         if part.first_token_row != covered or part.width != sequence.hidden[0].width:

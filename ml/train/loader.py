@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +33,7 @@ import torch
 
 from ml.train import batches
 from ml.train.batches import Frame, FrameArrays, HiddenRange, PackedSequence
+from ml.train.micro_batch import MicroBatch, Segment
 from ml.train.tokens import TokenShard, TokenShards
 from schemas.errors import ConfigError, ContractError, FormatError, OpdError, StoreError
 from schemas.shards import BlobReader, TensorSpec, check_block_crcs, decode_header, read_head
@@ -47,37 +47,6 @@ _READY, _RELEASED = 1, 2
 _FETCH_THREADS = 4  # ranges of one frame read at once: latency of a remote store, not bandwidth, is what they hide
 #: Of the file that says what the fetcher died of: seven parts, each cut there, at twelve bytes a character at most.
 _ERROR_BYTES, _PART_CHARACTERS = 128 << 10, 1500
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Loss rows of one teacher in a micro-batch. R loss rows, E teacher width.
-
-    rows_R int64: which packed tokens' states predict; response_R int64: the tokens that they predict;
-    weight_R float32: plan weight, 0 for tokens that were not sampled; logged_R float32: raw log-probability logged
-    by the sampler; hidden_RE bfloat16: the teacher's states.
-    """
-
-    teacher_index: int
-    rows_R: torch.Tensor
-    response_R: torch.Tensor
-    weight_R: torch.Tensor
-    logged_R: torch.Tensor
-    hidden_RE: torch.Tensor
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One frame as tensors: N packed tokens of sequences cu_tokens[i]:cu_tokens[i+1], segments by teacher.
-
-    An empty frame has one token and no segment, so that its forward pass still meets the others' collectives.
-    """
-
-    frame: Frame
-    ids_N: torch.Tensor
-    positions_N: torch.Tensor
-    cu_tokens: list[int]
-    segments: tuple[Segment, ...]
 
 
 class NodeLoader:
@@ -221,17 +190,26 @@ class RankBatches:
             return tensor.to(self._device, dtype)
 
         row, out = 0, []
-        for (teacher_index, run), hidden_RE in zip(batches.segments(frame), arrays.hidden_RE, strict=True):
-            part = slice(row, row + sum(s.response_tokens for s in run))
+        for run, hidden_RE in zip(batches.segments(frame), arrays.hidden_RE, strict=True):
+            lengths, first = [s.response_tokens for s in run], run[0]
+            part = slice(row, row + sum(lengths))
             row = part.stop
+            with_advantage = "advantage" in first.needs
+            advantage_R = (
+                np.repeat(np.array([s.advantage for s in run], np.float32), lengths) if with_advantage else None
+            )
+            with_behaviour = "behaviour_logprobs" in first.needs
             out.append(
                 Segment(
-                    teacher_index,
+                    first.objective,
+                    first.teacher_index,
                     to_device(arrays.rows_R[part], torch.int64),
                     to_device(arrays.response_R[part], torch.int64),
                     to_device(arrays.weight_R[part], torch.float32),
                     to_device(arrays.logged_R[part], torch.float32),
-                    to_device(hidden_RE, torch.bfloat16),
+                    hidden_RE=to_device(hidden_RE, torch.bfloat16) if first.teacher_index is not None else None,
+                    behaviour_R=to_device(arrays.behaviour_R[part], torch.float32) if with_behaviour else None,
+                    advantage_R=to_device(advantage_R, torch.float32) if advantage_R is not None else None,
                 )
             )
         return MicroBatch(
@@ -263,7 +241,7 @@ class _Assembler:
         jobs = []
         token = row = 0
         out.cu_tokens[0] = 0
-        for (_, run), hidden_RE in zip(batches.segments(frame), out.hidden_RE, strict=True):
+        for run, hidden_RE in zip(batches.segments(frame), out.hidden_RE, strict=True):
             end = 0
             for sequence in run:
                 for part in sequence.hidden:
@@ -284,6 +262,7 @@ class _Assembler:
             sequence.trajectory_id,
             prompt=(sequence.first_prompt_row, sequence.prompt_tokens),
             response=(sequence.first_row, sequence.response_tokens),
+            behaviour=len(out.behaviour_R) > 0,
         )
         middle, stop = token + sequence.prompt_tokens, token + sequence.length
         out.ids_N[token:middle] = read["prompt_ids"]
@@ -294,6 +273,8 @@ class _Assembler:
         out.response_R[rows] = read["response_ids"]
         out.weight_R[rows] = np.where(read["sampled_mask"] != 0, np.float32(sequence.weight), 0)
         out.logged_R[rows] = read["logprobs_raw"]
+        if len(out.behaviour_R):
+            out.behaviour_R[rows] = read["logprobs_sampled"]
 
     def _read_hidden(self, part: HiddenRange, out_RE: np.ndarray) -> None:
         spec = self._hidden_spec(part.object_key)

@@ -1,13 +1,13 @@
 """The training loop of one iteration: measure held-out packs, walk the plan step by step, measure again.
 
 Every rank runs the same number of micro-batches (empty ones carry no loss), so that collectives meet. Metrics are
-reduced over ranks, in float64, in one order. KL figures are nats a sampled token, unweighted. In FP8,
+reduced over ranks, in float64, in one order. Figures of objectives are means a sampled token, unweighted. In FP8,
 fp8_inexact_linears of a step counts the linears that it computed in bf16, since FP8 does not hold their values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,18 +16,22 @@ import torch.distributed as dist
 from ml.train.batches import Frame, Phase
 from ml.train.engine import TrainEngine
 from ml.train.heads import TeacherHeads
-from ml.train.loader import MicroBatch, RankBatches
+from ml.train.loader import RankBatches
 from ml.train.loss import computing_in, unquantised
+from ml.train.micro_batch import MicroBatch
+from ml.train.objectives.objective import Objective
+
+#: Takes (step, name, teacher_index or None, value).
+Metric = Callable[[int, str, int | None, float], None]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the caller hears: metric(step, name, teacher_index or None, value) on every rank alike,
-    micro_batch(frame) after each, step_end(steps done) after each update, and before_next() on every rank between two
-    micro-batches. The last two may raise to end the loop: no update is in work, and a step in flight has changed no
-    parameter."""
+    """What the caller hears: metric on every rank alike, micro_batch(frame) after each, step_end(steps done) after
+    each update, and before_next() on every rank between two micro-batches. The last two may raise to end the loop: no
+    update is in work, and a step in flight has changed no parameter."""
 
-    metric: Callable[[int, str, int | None, float], None]
+    metric: Metric
     micro_batch: Callable[[Frame], None]
     step_end: Callable[[int], None]
     before_next: Callable[[], None]
@@ -35,41 +39,63 @@ class Report:
 
 @dataclass
 class Tally:
-    """float64 sums over one mini-batch of this rank. kl_T, tokens_T (sampled ones), loads_T (of heads): by teacher.
+    """float64 sums over one mini-batch of this rank: of the loss, of each metric of each objective, and of sampled
+    tokens by objective; by teacher, T of them, and in a last place over segments without one. loads_T: of heads.
 
     They are kept where the losses lie, and read once a step: the device is never waited for in between.
     """
 
+    objectives: Mapping[str, Objective]
     num_teachers: int
     device: torch.device
     loss_1: torch.Tensor = field(init=False)
-    kl_T: torch.Tensor = field(init=False)
-    tokens_T: torch.Tensor = field(init=False)
+    tokens: dict[str, torch.Tensor] = field(init=False)
+    sums: dict[str, torch.Tensor] = field(init=False)
     loads_T: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loss_1 = torch.zeros(1, dtype=torch.float64, device=self.device)
-        self.kl_T, self.tokens_T = torch.zeros(2, self.num_teachers, dtype=torch.float64, device=self.device)
+        def zeros(length: int) -> torch.Tensor:
+            return torch.zeros(length, dtype=torch.float64, device=self.device)
+
+        self.loss_1 = zeros(1)
+        self.tokens = {name: zeros(self.num_teachers + 1) for name in self.objectives}
+        self.sums = {metric: zeros(self.num_teachers + 1) for o in self.objectives.values() for metric in o.metrics}
         self.loads_T = torch.zeros(self.num_teachers, dtype=torch.float64)
 
-    def add(self, batch: MicroBatch, loss: torch.Tensor, kls: list[torch.Tensor]) -> None:
+    def add(self, batch: MicroBatch, loss: torch.Tensor, values: list[dict[str, torch.Tensor]]) -> None:
         self.loss_1 += loss.detach()
-        for segment, kl_R in zip(batch.segments, kls, strict=True):
-            self.kl_T[segment.teacher_index] += kl_R.double().sum()
-            self.tokens_T[segment.teacher_index] += (segment.weight_R != 0).sum()
+        for segment, by_metric in zip(batch.segments, values, strict=True):
+            place = self.num_teachers if segment.teacher_index is None else segment.teacher_index
+            sampled_R = segment.weight_R != 0
+            self.tokens[segment.objective][place] += sampled_R.sum()
+            for metric, value_R in by_metric.items():
+                # What an objective says of a token that was not sampled counts nowhere.
+                self.sums[metric][place] += torch.where(sampled_R, value_R, 0).double().sum()
 
-    def report(self, metric, step: int, kl_name: str) -> None:
-        """Metrics over all ranks, by teacher and over all of them (teacher_index None)."""
-        sums = reduce(torch.cat([self.kl_T, self.tokens_T, self.loss_1]).cpu(), "sum")
-        kl_T, tokens_T, loss = sums[: self.num_teachers], sums[self.num_teachers : -1], float(sums[-1])
-        loads_T = reduce(self.loads_T, "max")
-        metric(step, kl_name, None, float(kl_T.sum() / tokens_T.sum()))
-        for teacher in tokens_T.nonzero().flatten().tolist():
-            metric(step, kl_name, teacher, float(kl_T[teacher] / tokens_T[teacher]))
-        if kl_name == "kl":
-            metric(step, "loss", None, loss)
-            metric(step, "loss_tokens", None, float(tokens_T.sum()))
-            metric(step, "head_loads", None, float(loads_T.max()))
+    def report(self, metric: Metric, step: int, name: str = "{}", *, of_step: bool = False) -> None:
+        """Means a sampled token over all ranks: over all teachers (teacher_index None), then by teacher.
+
+        name: of a figure, around its metric's. of_step: loss, its tokens and loads of heads too.
+        """
+        parts = [*self.tokens.values(), *self.sums.values(), self.loss_1]
+        reduced = reduce(torch.cat(parts).cpu(), "sum").split([len(part) for part in parts])
+        tokens = dict(zip(self.tokens, reduced, strict=False))
+        sums = dict(zip(self.sums, reduced[len(tokens) :], strict=False))
+        for objective, counts in tokens.items():
+            for figure in self.objectives[objective].metrics if float(_total(counts)) else ():
+                metric(step, name.format(figure), None, float(_total(sums[figure]) / _total(counts)))
+                for teacher in counts[:-1].nonzero().flatten().tolist():
+                    metric(step, name.format(figure), teacher, float(sums[figure][teacher] / counts[teacher]))
+        if of_step:
+            loads = float(reduce(self.loads_T, "max").max()) if self.num_teachers else 0.0
+            metric(step, "loss", None, float(reduced[-1]))
+            metric(step, "loss_tokens", None, sum(float(_total(counts)) for counts in tokens.values()))
+            metric(step, "head_loads", None, loads)
+
+
+def _total(by_teacher: torch.Tensor) -> torch.Tensor:
+    """Over teachers, then what has none: so that this place changes no rounding of their sum."""
+    return by_teacher[:-1].sum() + by_teacher[-1]
 
 
 def train(
@@ -80,15 +106,15 @@ def train(
     if first_step == 0:
         evaluate(engine, batches, heads, report, num_teachers, "before", 0)
     for step in range(first_step, num_steps):
-        tally = Tally(num_teachers, engine.device)
+        tally = Tally(engine.module.head.objectives, num_teachers, engine.device)
         for number, batch in enumerate(batches.mini_batch("train", step)):
             if number:
                 report.before_next()
             measured = step == 0 and number == 0  # nothing was updated yet: the weights are the sampler's
             sampled = sampler_logprobs(engine, batch, sampler_compute) if measured else []
-            loss, kls, trained = engine(batch, heads, want_logprobs=measured)
+            loss, values, trained = engine(batch, heads, want_logprobs=measured)
             engine.backward(loss)
-            tally.add(batch, loss, kls)
+            tally.add(batch, loss, values)
             if measured:
                 report_mismatch(batch, sampled, "mismatch_sampler", report)
                 report_mismatch(batch, trained, "mismatch_trained", report)
@@ -97,7 +123,7 @@ def train(
         norm = engine.step()
         for teacher, loads in heads.take_loads().items():
             tally.loads_T[teacher] += loads
-        tally.report(report.metric, step, "kl")
+        tally.report(report.metric, step, of_step=True)
         report.metric(step, "grad_norm", None, norm)
         if engine.module.transformer.fp8:
             report.metric(step, "fp8_inexact_linears", None, float(len(inexact)))
@@ -110,30 +136,30 @@ def evaluate(
     engine: TrainEngine, batches: RankBatches, heads: TeacherHeads, report: Report,
     num_teachers: int, phase: Phase, step: int,
 ) -> None:  # fmt: skip
-    """KL on the held-out packs; `step` is the number of updates that the measured student has seen.
+    """Figures of the held-out packs; `step` is the number of updates that the measured student has seen.
 
     Before the first update an MXFP4 student is measured on bf16 values too, on the same tokens: four bits cost the
     difference, which training is to win back.
     """
-    tally, plain = (Tally(num_teachers, engine.device) for _ in range(2))
+    tally, plain = (Tally(engine.module.head.objectives, num_teachers, engine.device) for _ in range(2))
     transformer = engine.module.transformer
     compared = phase == "before" and transformer.precision == "mxfp4"
     seen = False
     for batch in batches.mini_batch(phase, 0):
         report.before_next()
-        loss, kls, _ = engine(batch, heads)
-        tally.add(batch, loss, kls)
+        loss, values, _ = engine(batch, heads)
+        tally.add(batch, loss, values)
         if compared:
             with unquantised(transformer):
-                loss, kls, _ = engine(batch, heads)
-            plain.add(batch, loss, kls)
+                loss, values, _ = engine(batch, heads)
+            plain.add(batch, loss, values)
         report.micro_batch(batch.frame)
         seen = True
     heads.take_loads()
     if seen:
-        tally.report(report.metric, step, f"heldout_kl_{phase}")
+        tally.report(report.metric, step, f"heldout_{{}}_{phase}")
     if seen and compared:
-        plain.report(report.metric, step, "heldout_kl_unquantised")
+        plain.report(report.metric, step, "heldout_{}_unquantised")
 
 
 @torch.no_grad()

@@ -1,31 +1,28 @@
-"""The student with its loss: exact KL to each segment's teacher, over one denominator a mini-batch.
+"""The student with its loss: that of each segment's objective, over one denominator a mini-batch.
 
-    loss of a micro-batch = sum over its sampled tokens of plan weight x KL / denominator_tokens
+    loss of a micro-batch = sum over its sampled tokens of plan weight x loss of the token / denominator_tokens
 
 Summed over the micro-batches of all ranks this is the loss of the mini-batch, however it was split. Prompt,
-observation and padding tokens are no loss rows or have weight 0, which linear_kl never reads.
+observation and padding tokens are no loss rows or have weight 0, of which no objective reads anything.
 
-Letters: N packed tokens, R loss rows, D student width, E teacher width, V vocabulary.
+Letters: N packed tokens, R loss rows, D student width, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from kernels.linear_kl import Divergence, Teacher, linear_kl, linear_kl_by_teacher
-from kernels.linear_kl import Precision as KLPrecision
 from kernels.scaled_mm import row_invariant_mm
 from ml.linear import Linear, Precision, dense_precision, weight_values
 from ml.model import PackedCausal, SampledCausal, Transformer
 from ml.train.heads import TeacherHeads
-from ml.train.loader import MicroBatch, Segment
-from schemas.errors import ContractError
+from ml.train.micro_batch import MicroBatch
+from ml.train.objectives.objective import Objective, StudentRows
 
 _BYTES_PER_LOGPROB = 12  # an fp32 logit, its share of the log-softmax and the row-invariant product's padding
 
@@ -33,61 +30,59 @@ _BYTES_PER_LOGPROB = 12  # an fp32 logit, its share of the log-softmax and the r
 @dataclass(frozen=True)
 class LossSettings:
     """vocab_size: rows of every head that count. chunk_bytes: bound on the logits of one chunk. page_tokens: of the
-    sampler's KV pages, which its log-probabilities are recomputed with. precision: of the KL's own products."""
+    sampler's KV pages, which its log-probabilities are recomputed with."""
 
     vocab_size: int
-    divergence: Divergence = "reverse"
-    temperature: float = 1.0
     chunk_bytes: int = 256 << 20
     page_tokens: int = 64
-    precision: KLPrecision = "exact"
 
 
 class StudentHead(nn.Module):
     """Owns the use of the head's weight, so that ZeRO-3 gathers it by this module's hooks; dW goes through autograd.
 
-    weight: the transformer's own parameter, the embedding when tied.
+    weight: the transformer's own parameter, the embedding when tied. objectives: by the name that segments give them.
     """
 
-    def __init__(self, transformer: Transformer, settings: LossSettings) -> None:
+    def __init__(self, transformer: Transformer, settings: LossSettings, objectives: Mapping[str, Objective]) -> None:
         super().__init__()
         self.weight = transformer.head_weight
         self.precision: Precision = dense_precision(transformer.precision)
-        self.settings = settings
+        self.settings, self.objectives = settings, objectives
 
     def forward(
         self, h_ND: torch.Tensor, batch: MicroBatch, heads: TeacherHeads | None, want_logprobs: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """(loss, KL of each segment's rows, raw log-probability of each segment's response tokens).
+    ) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+        """(loss, metrics of each segment's rows by name, raw log-probability of each segment's response tokens).
 
-        Without heads the loss is 0 and the KLs are missing; without want_logprobs the log-probabilities are.
+        Without heads the loss is 0 and the metrics are missing; without want_logprobs the log-probabilities are.
         """
         # bf16 states meet a head as its bf16 values inside the products; the master's gradient then stays fp32.
         w_VD = self.weight if h_ND.dtype == torch.bfloat16 else weight_values(self.weight, self.precision)
         logprobs = [self._logprobs(h_ND, w_VD, s.rows_R, s.response_R) for s in batch.segments] if want_logprobs else []
         if heads is None:
             return torch.zeros((), device=h_ND.device), [], logprobs
-        if not batch.segments:
-            return self._no_loss(h_ND, w_VD), [], logprobs
-        # All teachers in one call: their heads come and go in it, and the student's head has one gradient.
-        counts = [len(segment.rows_R) for segment in batch.segments]
-        loss, kl_R = linear_kl_by_teacher(
-            h_ND[torch.cat([segment.rows_R for segment in batch.segments])],
-            w_VD,
-            [Teacher(segment.hidden_RE, functools.partial(_head, heads, segment)) for segment in batch.segments],
-            torch.cat([segment.weight_R for segment in batch.segments]) / batch.frame.denominator_tokens,
-            divergence=self.settings.divergence,
-            temperature=self.settings.temperature,
-            vocab_size=self.settings.vocab_size,
-            chunk_bytes=self.settings.chunk_bytes,
-            precision=self.settings.precision,
-        )
-        return loss, list(kl_R.split(counts)), logprobs
-
-    def _no_loss(self, h_ND: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
-        # Zero, with a gradient of zeros for every parameter: an empty micro-batch joins the others' reductions.
-        h_1D = h_ND[:1]
-        return linear_kl(h_1D, w_VD, h_1D.detach(), w_VD.detach(), h_ND.new_zeros(1, dtype=torch.float32))[0]
+        # Of no row: zero, with a gradient of zeros for every parameter, so that an empty micro-batch joins the
+        # others' reductions.
+        losses = [] if batch.segments else [h_ND[:0].float().sum() + w_VD[:0].float().sum()]
+        values: dict[int, dict[str, torch.Tensor]] = {}
+        for name, objective in self.objectives.items():
+            indices = [i for i, segment in enumerate(batch.segments) if segment.objective == name]
+            if not indices:
+                continue
+            segments = [batch.segments[i] for i in indices]
+            rows = StudentRows(
+                h_ND[torch.cat([segment.rows_R for segment in segments])],
+                w_VD,
+                torch.cat([segment.weight_R for segment in segments]) / batch.frame.denominator_tokens,
+                self.settings.vocab_size,
+                self.settings.chunk_bytes,
+            )
+            loss = objective.loss(rows, segments, heads)
+            losses.append(loss.total)
+            by_metric = [loss.values[metric].split([len(s.rows_R) for s in segments]) for metric in objective.metrics]
+            for index, *parts in zip(indices, *by_metric, strict=True):
+                values[index] = dict(zip(objective.metrics, parts, strict=True))
+        return torch.stack(losses).sum(), [values[i] for i in range(len(batch.segments))], logprobs
 
     @torch.no_grad()
     def _logprobs(self, h_ND, w_VD, rows_R, ids_R) -> torch.Tensor:
@@ -103,26 +98,13 @@ class StudentHead(nn.Module):
         return torch.cat(out)
 
 
-def _head(heads: TeacherHeads, segment: Segment) -> torch.Tensor:
-    """u_VE of the segment's teacher."""
-    u_VE = heads.use(segment.teacher_index)
-    if u_VE.shape[1] != segment.hidden_RE.shape[1]:
-        raise ContractError(
-            f"teacher {segment.teacher_index}",
-            expected=f"hidden states as wide as its head, {u_VE.shape[1]}",
-            found=str(segment.hidden_RE.shape[1]),
-            next_command="opd repair RUN",
-        )
-    return u_VE
-
-
 class Student(nn.Module):
     """Transformer and head as the one module that the engine trains; called with a micro-batch."""
 
-    def __init__(self, transformer: Transformer, settings: LossSettings) -> None:
+    def __init__(self, transformer: Transformer, settings: LossSettings, objectives: Mapping[str, Objective]) -> None:
         super().__init__()
         self.transformer = transformer
-        self.head = StudentHead(transformer, settings)
+        self.head = StudentHead(transformer, settings, objectives)
 
     def forward(self, batch: MicroBatch, heads: TeacherHeads | None = None, want_logprobs: bool = False):
         """As StudentHead.forward, from token ids.

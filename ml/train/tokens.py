@@ -1,7 +1,7 @@
 """Token shards by byte range: of a shard, a trajectory's rows are read, whatever else lies in it.
 
 A shard's header says the CRC-32 of each block of BLOCK_ROWS rows of each column. A reader takes the blocks that hold
-its rows and checks those, so nothing is used that was not checked. Headers are read once and kept (16 bytes for 256
+its rows and checks those, so nothing is used that was not checked. Headers are read once and kept (20 bytes for 256
 response rows): a trajectory is read once for each teacher and phase, in an order that no cache of shards could follow.
 """
 
@@ -30,6 +30,7 @@ _COLUMNS = {
     "prompt_ids": ("I32", np.dtype(np.int32)),
     "response_ids": ("I32", np.dtype(np.int32)),
     "logprobs_raw": ("F32", np.dtype(np.float32)),
+    "logprobs_sampled": ("F32", np.dtype(np.float32)),
     "sampled_mask": ("U8", np.dtype(np.uint8)),
 }
 
@@ -43,13 +44,17 @@ class TokenShard:
     specs: dict[str, TensorSpec]
     crcs: dict[str, np.ndarray]
 
-    def read(self, trajectory_id: str, *, prompt: tuple[int, int], response: tuple[int, int]) -> dict[str, np.ndarray]:
+    def read(
+        self, trajectory_id: str, *, prompt: tuple[int, int], response: tuple[int, int], behaviour: bool = False
+    ) -> dict[str, np.ndarray]:
         """prompt_ids int32 [P]; response_ids int32, logprobs_raw float32, sampled_mask uint8 [R]: one trajectory's.
 
-        prompt, response: (first row, number of rows). Raises ContractError when the shard has fewer rows, FormatError
-        for a block that differs from its CRC, StoreError when a range cannot be read.
+        prompt, response: (first row, number of rows). behaviour: logprobs_sampled float32 [R] too. Raises
+        ContractError when the shard has fewer rows, FormatError for a block that differs from its CRC, StoreError when
+        a range cannot be read.
         """
-        rows = {name: prompt if name == "prompt_ids" else response for name in _COLUMNS}
+        wanted = [name for name in _COLUMNS if behaviour or name != "logprobs_sampled"]
+        rows = {name: prompt if name == "prompt_ids" else response for name in wanted}
         blocks = {name: self._blocks(name, trajectory_id, *of_name) for name, of_name in rows.items()}
         data = self._fetch([self._span(name, *of_name) for name, of_name in blocks.items()])
         out = {}

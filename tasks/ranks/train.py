@@ -43,6 +43,8 @@ from ml.train.heads import TeacherHeads
 from ml.train.loader import NodeLoader, RankBatches
 from ml.train.loop import Report, reduce, train
 from ml.train.loss import LossSettings, Student
+from ml.train.objectives.kl import KL
+from ml.train.objectives.objective import Objective
 from ml.train.state import State, load_state, save_state
 from schemas import keys
 from schemas.config import compute_dtype
@@ -200,11 +202,12 @@ def _train_and_export(
         first_step = resumed.facts["steps"] if resumed else 0
         plan = _read_rows(work.plan_rows_path)
         num_steps = 1 + max((r["step"] for r in plan if r["split"] == "train"), default=-1)
+        objectives = _objectives(work)
         frames = schedule(
             plan, _read_rows(work.trajectory_rows_path), _read_rows(work.hidden_rows_path),
-            ranks=ranks, first_step=first_step,
+            ranks=ranks, needs={name: o.needs for name, o in objectives.items()}, first_step=first_step,
         )  # fmt: skip
-        engine, optimizer_steps = _engine(work, device, resumed)
+        engine, optimizer_steps = _engine(work, device, resumed, objectives)
     notes = Notes(work, rank, len(frames) // ranks)
     if lease is not None:
         notes.progress = lease.progress
@@ -226,7 +229,7 @@ def _train_and_export(
             batches,
             TeacherHeads(read, vocab_size=work.vocab_size, device=device),
             Report(notes.metric, notes.micro_batch, boundaries.step_end, boundaries.before_next),
-            num_teachers=1 + max(teachers),
+            num_teachers=len(teachers),
             first_step=first_step,
             num_steps=num_steps,
             sampler_compute=COMPUTE_DTYPES[compute_dtype(work.student.precision)],
@@ -254,19 +257,27 @@ def _long(lease: leases.Lease | None) -> contextlib.AbstractContextManager[None]
     return contextlib.nullcontext() if lease is None else lease.patience(leases.LONG_SECONDS)
 
 
-def _engine(work: TrainWork, device: torch.device, resumed: State | None) -> tuple[TrainEngine, int]:
+def _objectives(work: TrainWork) -> dict[str, Objective]:
+    """What the plan's rows may name."""
+    kl = work.settings.kl
+    return {"kl": KL(kl.divergence, kl.temperature, kl.precision)}
+
+
+def _engine(
+    work: TrainWork, device: torch.device, resumed: State | None, objectives: dict[str, Objective]
+) -> tuple[TrainEngine, int]:
     """The engine, and the optimizer steps that its moments have seen."""
-    source, kl = work.student, work.settings.kl
+    source = work.student
     transformer = load_model(
         Path(source.folder), precision=source.precision, compute=source.compute, trainable=True, device=device,
         digest=source.digest,
     )  # fmt: skip
     transformer.checkpoint_layers = work.settings.recompute_layers
     loss = LossSettings(
-        vocab_size=work.vocab_size, divergence=kl.divergence, temperature=kl.temperature,
-        chunk_bytes=kl.chunk_bytes or traits(device).chunk_bytes, page_tokens=work.page_tokens, precision=kl.precision,
+        vocab_size=work.vocab_size, chunk_bytes=work.settings.kl.chunk_bytes or traits(device).chunk_bytes,
+        page_tokens=work.page_tokens,
     )  # fmt: skip
-    student = Student(transformer, loss)
+    student = Student(transformer, loss, objectives)
     optimizer = resumed
     if resumed is not None:
         with torch.no_grad():

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from ml.train import loader as loader_module
 from ml.train.batches import Phase, layout, schedule
 from ml.train.loader import NodeLoader, RankBatches
+from ml.train.micro_batch import Segment
+from ml.train.objectives.kl import KL
 from ml.train.tokens import TokenShards
 from schemas import keys, shards
 from schemas.errors import ConfigError, ContractError, FormatError, StoreError
@@ -45,7 +47,7 @@ def small_plan(world: World) -> list[dict]:
 
 
 def frames_of(world: World, plan: list[dict], ranks: int, **options):
-    return schedule(plan, world.trajectory_rows, world.hidden_rows, ranks=ranks, **options)
+    return schedule(plan, world.trajectory_rows, world.hidden_rows, ranks=ranks, needs={"kl": KL.needs}, **options)
 
 
 def phases(plan: list[dict]) -> list[tuple[Phase, int]]:
@@ -57,6 +59,11 @@ def read_all(batches: RankBatches, plan: list[dict]) -> None:
     for phase, step in phases(plan):
         for _ in batches.mini_batch(phase, step):
             continue
+
+
+def hidden_of(segment: Segment) -> torch.Tensor:
+    assert segment.hidden_RE is not None
+    return segment.hidden_RE
 
 
 def walk(tmp_path: Path, world: World, plan: list[dict], ranks: int, loader_bytes: int = 1 << 20) -> list[list[dict]]:
@@ -75,7 +82,7 @@ def walk(tmp_path: Path, world: World, plan: list[dict], ranks: int, loader_byte
                         "positions": batch.positions_N.tolist(), "cu": list(batch.cu_tokens),
                         "segments": [
                             (s.teacher_index, s.rows_R.tolist(), s.response_R.tolist(), s.weight_R.tolist(),
-                             s.logged_R.tolist(), s.hidden_RE.view(torch.uint16).numpy().copy())
+                             s.logged_R.tolist(), hidden_of(s).view(torch.uint16).numpy().copy())
                             for s in batch.segments
                         ],
                     }

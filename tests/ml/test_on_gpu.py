@@ -19,8 +19,9 @@ from ml.rollout.engine import EngineConfig, Request, RolloutEngine
 from ml.teacher import Reading, hidden_states
 from ml.train.batches import Frame
 from ml.train.heads import TeacherHeads
-from ml.train.loader import MicroBatch, Segment
 from ml.train.loss import LossSettings, Student
+from ml.train.micro_batch import MicroBatch, Segment
+from ml.train.objectives.kl import KL
 from tests.support.random_models import random_model
 from tests.support.rollout_world import PLAIN, MemoryLog, run
 
@@ -157,7 +158,7 @@ def batch(device: str, teacher_width: int) -> MicroBatch:
         weight_R = (torch.rand(len(rows_R), generator=generator) > 0.2).float()
         hidden_RE = torch.randn(len(rows_R), teacher_width, generator=generator).bfloat16()
         parts = (rows_R, response_R, weight_R, torch.zeros(len(rows_R)), hidden_RE)
-        segments.append(Segment(0, *(x.to(device) for x in parts)))
+        segments.append(Segment("kl", 0, *(x.to(device) for x in parts)))
     frame = Frame("train", 0, 0, 0, 1500)
     ids_N = torch.tensor([i for s in tokens for i in s], device=device)
     positions_N = torch.cat([torch.arange(len(s)) for s in tokens]).to(device)
@@ -170,11 +171,11 @@ def step_of(
     """Loss, and gradient of every parameter in float64 on the CPU."""
     model = load_model(folders["student"], precision=precision, compute=compute, device=device, trainable=True)
     model.checkpoint_layers = recompute
-    student = Student(model, LossSettings(VOCAB, chunk_bytes=8 << 20))
+    student = Student(model, LossSettings(VOCAB, chunk_bytes=8 << 20), {"kl": KL()})
     heads = TeacherHeads(lambda _: read_head(folders["teacher"]), vocab_size=VOCAB, device=torch.device(device))
-    loss, kls, _ = student(batch(device, 384), heads)
+    loss, values, _ = student(batch(device, 384), heads)
     loss.backward()
-    assert len(kls) == 2
+    assert len(values) == 2
     assert all(m.fp8_exact for m in model.modules() if isinstance(m, Linear) and m.fp8)
     found = {name: p.grad.double().cpu() for name, p in student.named_parameters() if p.grad is not None}
     assert len(found) == len(list(student.parameters()))
@@ -286,7 +287,7 @@ def test_recomputed_log_probabilities_are_the_samplers_bits(folders):
     for precision in ("bf16", "mxfp4"):
         sampler = load_model(folders["student"], precision=precision, compute="bf16", device="cuda")
         model = load_model(folders["student"], precision=precision, compute="bf16", device="cuda", trainable=True)
-        student = Student(model, LossSettings(VOCAB))
+        student = Student(model, LossSettings(VOCAB), {"kl": KL()})
         micro_batch = batch("cuda", 384)
         with torch.no_grad():
             found = student(micro_batch, None, want_logprobs=True)[2]

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.linear_kl import linear_kl
 from kernels.testing import peak_bytes
 from ml.train.heads import TeacherHeads
-from ml.train.loader import Segment
 from ml.train.loss import LossSettings, StudentHead
+from ml.train.micro_batch import Segment
+from ml.train.objectives.kl import KL
 from schemas.errors import ContractError
 
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def pack(num_segments: int, rows: int, width: int, teacher_width: int, vocab_siz
     for index in range(num_segments):
         rows_R = torch.arange(index * rows, (index + 1) * rows, device=device)
         ones_R = torch.ones(rows, device=device)
-        segments.append(Segment(index, rows_R, rows_R, ones_R, ones_R, normal(rows, teacher_width)))
+        segments.append(Segment("kl", index, rows_R, rows_R, ones_R, ones_R, normal(rows, teacher_width)))
     batch: Any = SimpleNamespace(segments=tuple(segments), frame=SimpleNamespace(denominator_tokens=rows))
     return body, normal(num_segments * rows, width).requires_grad_(), batch
 
@@ -92,14 +93,14 @@ def test_a_micro_batch_has_one_teachers_head_and_one_gradient_of_the_students_at
     body, h_ND, batch = pack(num_segments, rows, width, 8, vocab_size, CPU)
     source = Heads(vocab_size, 8)
     heads = TeacherHeads(source.read, vocab_size=vocab_size, device=CPU)
-    student = StudentHead(body, LossSettings(vocab_size, chunk_bytes=1 << 20))
+    student = StudentHead(body, LossSettings(vocab_size, chunk_bytes=1 << 20), {"kl": KL()})
     with Large(4 * vocab_size * width) as large:
-        loss, kls, _ = student(h_ND, batch, heads, False)
+        loss, values, _ = student(h_ND, batch, heads, False)
         loss.backward()
     assert large.most == 1
     assert source.coexisting == [0] * num_segments
     assert heads.take_loads() == dict.fromkeys(range(num_segments), 1)
-    assert [len(kl_R) for kl_R in kls] == [rows] * num_segments
+    assert [len(by_metric["kl"]) for by_metric in values] == [rows] * num_segments
     assert h_ND.grad is not None
     assert bool((h_ND.grad != 0).any(1).all())
 
@@ -113,7 +114,7 @@ def test_twelve_teachers_fit_where_one_does():
         body, h_ND, batch = pack(num_segments, rows, width, width, vocab_size, cuda)
         source = Heads(vocab_size, width, cuda)
         heads = TeacherHeads(source.read, vocab_size=vocab_size, device=cuda)
-        student = StudentHead(body, LossSettings(vocab_size, chunk_bytes=chunk_bytes))
+        student = StudentHead(body, LossSettings(vocab_size, chunk_bytes=chunk_bytes), {"kl": KL()})
 
         def step(student=student, h_ND=h_ND, batch=batch, heads=heads):
             student(h_ND, batch, heads, False)[0].backward()
@@ -147,10 +148,10 @@ def test_the_kl_runs_in_the_precision_asked_for(precision):
     body: Any = SimpleNamespace(head_weight=torch.nn.Parameter(torch.randn(140, 16, generator=g)), precision="bf16")
     hidden, head = torch.randn(5, 32, generator=g).bfloat16(), torch.randn(140, 32, generator=g).bfloat16()
     rows = torch.arange(5)
-    segment = Segment(0, rows, rows, torch.ones(5), torch.zeros(5), hidden)
+    segment = Segment("kl", 0, rows, rows, torch.ones(5), torch.zeros(5), hidden)
     batch: Any = SimpleNamespace(segments=(segment,), frame=SimpleNamespace(denominator_tokens=10))
     h_ND = torch.randn(5, 16, generator=g).bfloat16().requires_grad_()
-    student = StudentHead(body, LossSettings(140, precision=precision))
+    student = StudentHead(body, LossSettings(140), {"kl": KL(precision=precision)})
     student(h_ND, batch, TeacherHeads(lambda _: head, vocab_size=140, device=CPU), False)[0].backward()
     found = h_ND.grad
     assert found is not None

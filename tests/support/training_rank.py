@@ -2,8 +2,9 @@
 
 SPEC is a pickle {"folder", "world", "vocab_size", "scenarios": [{...}]}; rank 0 writes its results beside it. A
 scenario: name, plan, zero_stage, precision, compute, learning_rate, teachers (heads by index), steps, and optionally
-folder, world, resume_after (save the state there, throw the engine away, continue from the state in a fresh one),
-record_weights (keep what the linears took from their weights in the first training pass and in the last evaluation).
+folder, world, objectives (by name; KL by default), resume_after (save the state there, throw the engine away, continue
+from the state in a fresh one), record_weights (keep what the linears took from their weights in the first training pass
+and in the last evaluation).
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ from ml.train.heads import TeacherHeads
 from ml.train.loader import NodeLoader, RankBatches
 from ml.train.loop import Report, train
 from ml.train.loss import LossSettings, Student
+from ml.train.objectives.kl import KL
+from ml.train.objectives.objective import Objective
 from ml.train.state import State, load_state, save_state
 from schemas.errors import OpdError
 from tests.support.training_world import World
 
 CPU = torch.device("cpu")
+
+
+def objectives_of(scenario: dict[str, Any]) -> dict[str, Objective]:
+    return scenario.get("objectives", {"kl": KL()})
 
 
 def make_engine(spec: dict[str, Any], scenario: dict[str, Any], state: State | None = None) -> TrainEngine:
@@ -43,7 +50,8 @@ def make_engine(spec: dict[str, Any], scenario: dict[str, Any], state: State | N
     )  # fmt: skip
     model.checkpoint_layers = scenario.get("checkpoint_layers", True)
     # chunk_bytes so small that a segment takes several chunks of the KL
-    student = Student(model, LossSettings(spec["vocab_size"], chunk_bytes=24 * spec["vocab_size"] * 5))
+    settings = LossSettings(spec["vocab_size"], chunk_bytes=24 * spec["vocab_size"] * 5)
+    student = Student(model, settings, objectives_of(scenario))
     settings = EngineSettings(
         scenario["learning_rate"], gradient_clip=scenario.get("gradient_clip", 1e9),
         warmup_steps=scenario.get("warmup_steps", 0), zero_stage=scenario["zero_stage"],
@@ -110,7 +118,10 @@ def run_scenario(spec: dict[str, Any], scenario: dict[str, Any], scratch: Path) 
 
     def run(engine: TrainEngine, first_step: int, stop: int) -> None:
         plan = [r for r in scenario["plan"] if r["split"] == "heldout" or r["step"] < stop]
-        frames = schedule(plan, world.trajectory_rows, world.hidden_rows, ranks=ranks, first_step=first_step)
+        needs = {name: objective.needs for name, objective in objectives_of(scenario).items()}
+        frames = schedule(
+            plan, world.trajectory_rows, world.hidden_rows, ranks=ranks, needs=needs, first_step=first_step
+        )
         loader = (
             NodeLoader(frames, world.blobs, ranks=ranks, loader_bytes=8 << 20, job_id="test") if rank == 0 else None
         )
@@ -123,7 +134,7 @@ def run_scenario(spec: dict[str, Any], scenario: dict[str, Any], scratch: Path) 
         try:
             train(
                 engine, RankBatches(box[0], frames, rank=rank, ranks=ranks, device=CPU), heads, report,
-                num_teachers=1 + max(scenario["teachers"]), first_step=first_step, num_steps=stop,
+                num_teachers=len(scenario["teachers"]), first_step=first_step, num_steps=stop,
                 sampler_compute=COMPUTE_DTYPES[scenario.get("sampler_compute", scenario["compute"])],
             )  # fmt: skip
             dist.barrier()

@@ -18,6 +18,7 @@ from ml.checkpoint import load_model, read_head
 from ml.model import PackedCausal, Transformer
 from ml.model_files import model_digest, read_config
 from ml.train.batches import Frame, HiddenRange, PackedSequence, largest_frame_bytes, layout
+from ml.train.objectives.kl import KL
 from schemas.errors import ConfigError, ContractError, FormatError
 from tasks.demo.smollm2 import prepare_smollm2, tune_head
 from tasks.inputs.models import resolve_model, teacher_checks
@@ -44,11 +45,23 @@ def test_no_frame_of_a_pack_is_larger_than_the_bound(lengths):
     widths = (48, 8, 24)
     sequences = [
         PackedSequence(
-            str(i), i % 3, 1.0, "", "", 0, prompt, 0, response, (HiddenRange("", 0, 0, response, widths[i % 3], ()),)
+            str(i),
+            "kl",
+            KL.needs,
+            i % 3,
+            None,
+            1.0,
+            "",
+            "",
+            0,
+            prompt,
+            0,
+            response,
+            (HiddenRange("", 0, 0, response, widths[i % 3], ()),),
         )
         for i, (prompt, response) in enumerate(lengths)
     ]
-    _, found = layout(Frame("train", 0, 0, 0, 1, tuple(sorted(sequences, key=lambda s: s.teacher_index))))
+    _, found = layout(Frame("train", 0, 0, 0, 1, tuple(sorted(sequences, key=lambda s: s.teacher_index or 0))))
     bound = largest_frame_bytes(64, 48, 3)
     assert found <= bound
     assert lengths != [(1, 63)] or found > 0.9 * bound, "the bound is not far off"
