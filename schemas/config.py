@@ -1,103 +1,26 @@
 """The run's configuration: frozen models read from TOML, the only place where a default is written.
 
-A field marked `operational` (worker counts, timeouts, paths) changes how a stage runs, never what it produces;
-fingerprints leave it out. Unknown keys are refused with the nearest valid name.
+Every field has a description, and `docs/settings.md` is made from them (`schemas/reference.py`). A field marked
+`operational` (worker counts, timeouts, paths) changes how a stage runs, never what it produces; fingerprints leave it
+out. Unknown keys are refused with the nearest valid name.
 """
 
 from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from schemas.errors import ConfigError
 from schemas.keys import check_run_id
 from schemas.root import DataRoot
+from schemas.section import Decay, NotNegative, Positive, Section, Temperature, location, operational
 
 Precision = Literal["fp32", "bf16", "mxfp4"]
-
-
-def operational(default: Any, **constraints: Any) -> Any:
-    """A field that does not change what a stage produces."""
-    return Field(default, json_schema_extra={"operational": True}, **constraints)
-
-
-def location(description: str) -> Any:
-    """A required path. What is found there enters fingerprints by its digest, the path itself does not."""
-    return Field(min_length=1, description=description, json_schema_extra={"operational": True})
-
-
-#: Normal numbers of fp32, which sampling, loss and optimizer compute in: below, kernels may take a number for 0.
-FP32_SMALLEST, FP32_LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-
-
-def is_positive_fp32(value: float) -> bool:
-    return FP32_SMALLEST <= value <= FP32_LARGEST
-
-
-def _positive_fp32(value: float) -> float:
-    if not is_positive_fp32(value):
-        raise ValueError(f"a number above 0 that fp32 holds, {FP32_SMALLEST:.3g} to {FP32_LARGEST:.3g}")
-    return value
-
-
-def _fp32(value: float) -> float:
-    return value if value == 0 else _positive_fp32(value)
-
-
-def _share(value: float) -> float:
-    # What is nearer to 1 than fp32 can say becomes 1, and an average that never moves.
-    if value > 1 - 2.0**-24:
-        raise ValueError("a number below 1 in fp32")
-    return _fp32(value)
-
-
-def _temperature(value: float) -> float:
-    # Logits of up to 1e8, divided by it or multiplied with its inverse, stay numbers of fp32.
-    if not 1e-30 <= value <= 1e30:
-        raise ValueError("a temperature from 1e-30 to 1e30, so that fp32 holds logits divided by it")
-    return value
-
-
-Positive = Annotated[float, AfterValidator(_positive_fp32)]
-NotNegative = Annotated[float, AfterValidator(_fp32)]
-Decay = Annotated[float, AfterValidator(_share)]
-Temperature = Annotated[float, AfterValidator(_temperature)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
-
-    def content(self, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The values that change what is produced, JSON-ready, nested sections included.
-
-        known: content of an older record. A setting that it lacks and that is at its default is left out, so that a
-        version of the software that adds a setting does not change what older runs are. None: everything.
-        """
-        out: dict[str, Any] = {}
-        for name, field in type(self).model_fields.items():
-            extra = field.json_schema_extra
-            if isinstance(extra, dict) and extra.get("operational"):
-                continue
-            value = getattr(self, name)
-            if known is not None and name not in known and value == field.get_default(call_default_factory=True):
-                continue
-            out[name] = _content(value, None if known is None else known.get(name))
-        return out
-
-
-def _content(value: Any, known: Any) -> Any:
-    """known: None where everything counts as known."""
-    if isinstance(value, Section):
-        return value.content(known if isinstance(known, Mapping) else None)
-    if isinstance(value, tuple):
-        items = known if isinstance(known, list) else []
-        return [_content(v, items[i] if i < len(items) else None) for i, v in enumerate(value)]
-    return value
 
 
 def compute_dtype(precision: Precision) -> Literal["fp32", "bf16"]:
@@ -106,12 +29,16 @@ def compute_dtype(precision: Precision) -> Literal["fp32", "bf16"]:
 
 
 class Student(Section):
+    """The model that is trained, and that samples."""
+
     path: str = location("Hugging Face model folder with tokenizer (safetensors)")
     precision: Precision = Field("bf16", description="values of the linear weights, in rollout and in training")
 
 
 class Teacher(Section):
-    id: str = Field(min_length=1, description="opaque; the order of ids gives teacher_index")
+    """One teacher; the order of ids gives teacher_index."""
+
+    id: str = Field(min_length=1, description="name of the teacher, by which prompt rows choose it")
     path: str = location("Hugging Face model folder")
     weight: Positive = Field(1.0, gt=0, description="weight of this teacher's KL, never normalised")
     precision: Precision = Field("bf16", description="values of the linear weights")
@@ -123,12 +50,14 @@ class Teacher(Section):
 
 
 class GymDataset(Section):
+    """Prompts that a generator of reasoning-gym makes; each row gets its verifier."""
+
     name: str = Field(description="a data set of reasoning-gym")
-    domain: str = Field("", description="defaults to the name")
-    size: int = Field(gt=0)
-    teachers: tuple[str, ...] = Field(min_length=1, description="teacher ids")
-    suffix: str = Field("", description="appended to the question")
-    params: dict[str, Any] = Field(default_factory=dict)
+    domain: str = Field("", description="domain of the rows in tables and reports; empty: the name of the data set")
+    size: int = Field(gt=0, description="entries to generate; equal ones count once")
+    teachers: tuple[str, ...] = Field(min_length=1, description="ids of the teachers that teach these prompts")
+    suffix: str = Field("", description="text appended to each question")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of the generator")
 
     @model_validator(mode="after")
     def _domain(self):
@@ -138,10 +67,12 @@ class GymDataset(Section):
 
 
 class PromptFile(Section):
+    """A file of prompts. A setting here fills in what a row leaves out."""
+
     path: str = location("JSONL or Parquet file of prompts, told by .jsonl or .parquet")
-    domain: str = Field("", description="of rows that name none; defaults to the file's name without its ending")
-    teachers: tuple[str, ...] = Field((), description="teacher ids of rows that name none")
-    verifier: str = Field("", description="of rows that name none: package.module:function; empty: no reward")
+    domain: str = Field("", description="domain of rows that name none; empty: the file's name without its ending")
+    teachers: tuple[str, ...] = Field((), description="ids of the teachers of rows that name none")
+    verifier: str = Field("", description="verifier of rows that name none, package.module:function; empty: no reward")
 
     @model_validator(mode="after")
     def _domain(self):
@@ -151,17 +82,23 @@ class PromptFile(Section):
 
 
 class Prompts(Section):
-    datasets: tuple[GymDataset, ...] = ()
-    files: tuple[PromptFile, ...] = ()
-    per_iteration: int = Field(24, gt=0)
+    """Where prompts come from, how many an iteration takes, and how rewards are computed."""
+
+    datasets: tuple[GymDataset, ...] = Field((), description="generated prompts")
+    files: tuple[PromptFile, ...] = Field((), description="prompts of your own")
+    per_iteration: int = Field(24, gt=0, description="training prompts that one iteration takes")
     heldout: int = Field(8, ge=0, description="prompts set apart: sampled each iteration, never trained on")
     verifiers: tuple[str, ...] = operational(
         (), description="package.module:function that rows may name, beside those of prompts.files and shipped ones"
     )
     verifier_env: tuple[str, ...] = operational((), description="environment variables that verifiers see, by name")
-    verifier_memory_bytes: int = operational(4 << 30, gt=0, description="address space of a verifier's process")
+    verifier_memory_bytes: int = operational(
+        4 << 30, gt=0, description="address space of a verifier's process, in bytes"
+    )
     verifier_network: bool = operational(False, description="let verifiers reach the network, a judge for example")
-    verifier_timeout_seconds: float = operational(10.0, gt=0, description="a verifier call is killed after this time")
+    verifier_timeout_seconds: float = operational(
+        10.0, gt=0, description="a call of a verifier is killed after this time, in seconds"
+    )
     max_verifier_failures: int = operational(
         0, ge=0, description="failed verifier calls that a rollout partition may have; their rewards are null"
     )
@@ -179,35 +116,45 @@ class Prompts(Section):
 
 
 class Rollout(Section):
-    samples_per_prompt: int = Field(2, gt=0)
-    max_response_tokens: int = Field(64, gt=0)
-    temperature: Temperature = Field(1.0, gt=0)
-    top_k: int = Field(0, ge=0, description="0: no cut")
-    top_p: Positive = Field(1.0, gt=0, le=1)
-    prompts_per_partition: int = Field(8, gt=0)
-    max_sequences: int = operational(32, gt=0, description="sequences in flight in one worker")
+    """How the student samples, and how the work is shared among rollout workers."""
+
+    samples_per_prompt: int = Field(2, gt=0, description="trajectories of one prompt")
+    max_response_tokens: int = Field(64, gt=0, description="a response ends here at the latest, in tokens")
+    temperature: Temperature = Field(1.0, gt=0, description="logits are divided by it before sampling, 1e-30 to 1e30")
+    top_k: int = Field(0, ge=0, description="sample among this many likeliest tokens only; 0: no cut")
+    top_p: Positive = Field(
+        1.0, gt=0, le=1, description="sample among the likeliest tokens that reach this probability together; 1: no cut"
+    )
+    prompts_per_partition: int = Field(8, gt=0, description="prompts of one partition, the unit of work of a worker")
+    max_sequences: int = operational(32, gt=0, description="sequences that one worker samples at once")
     page_tokens: int = Field(64, gt=0, description="tokens of a KV page, a power of two; a GPU wants 64 at least")
-    kv_bytes: int = operational(1 << 30, gt=0, description="KV cache of one worker")
-    workers: int = operational(1, gt=0)
+    kv_bytes: int = operational(1 << 30, gt=0, description="KV cache of one worker, in bytes")
+    workers: int = operational(1, gt=0, description="rollout workers, processes of their own")
     tensor_parallel: int = operational(
         1, gt=0, description="ranks that share one worker's model, each on a GPU of its own; they divide its KV heads"
     )
     threads: int = operational(0, ge=0, description="CPU threads of one worker; 0: cores divided by workers")
     seal_seconds: float = operational(
-        2.0, gt=0, description="a segment is sealed and uploaded at this age at the latest"
+        2.0, gt=0, description="a segment of the token log is sealed and uploaded at this age at the latest, in seconds"
     )
     grace_seconds: float = operational(
-        20.0, gt=0, description="from SIGTERM to the end of a worker; KV is spilled as long as it lasts"
+        20.0,
+        gt=0,
+        description="time from SIGTERM to the end of a worker, in seconds; KV is spilled as long as it lasts",
     )
     stuck_seconds: float = operational(
-        600.0, gt=0, description="a worker whose oldest trajectory does not go on for so long is killed"
+        600.0,
+        gt=0,
+        description="a worker whose oldest trajectory makes no progress for this long is killed, in seconds",
     )
     max_given_up: int = operational(
         0, ge=0, description="trajectories of an iteration that may be given up because they keep killing workers"
     )
-    dead_after_seconds: float = operational(20.0, gt=0, description="a silent owner is taken for dead")
+    dead_after_seconds: float = operational(
+        20.0, gt=0, description="an owner of a partition that is silent for this long is taken for dead, in seconds"
+    )
     max_attempts: int = operational(
-        4, gt=0, description="starts of one partition in a row that bring no token before the stage fails"
+        4, gt=0, description="starts of one partition in a row without a new token, after which the stage fails"
     )
 
     @field_validator("page_tokens")
@@ -220,94 +167,128 @@ class Rollout(Section):
 
 
 class Teach(Section):
-    trajectories_per_partition: int = Field(64, gt=0)
+    """How teachers read trajectories."""
+
+    trajectories_per_partition: int = Field(64, gt=0, description="trajectories of one teacher in one partition")
     batch_tokens: int = operational(4096, gt=0, description="tokens of one forward pass")
-    workers: int = operational(1, gt=0)
-    threads: int = operational(0, ge=0)
+    workers: int = operational(1, gt=0, description="teacher workers, processes of their own")
+    threads: int = operational(0, ge=0, description="CPU threads of one worker; 0: cores divided by workers")
     stuck_seconds: float = operational(
-        1800.0, gt=0, description="a worker without a further trajectory for so long is killed; four times at its start"
+        1800.0,
+        gt=0,
+        description="a worker that finishes no trajectory for this long is killed, in seconds; it has four times as "
+        "long for its first one",
     )
-    dead_after_seconds: float = operational(20.0, gt=0)
-    max_attempts: int = operational(3, gt=0)
+    dead_after_seconds: float = operational(
+        20.0, gt=0, description="an owner of a partition that is silent for this long is taken for dead, in seconds"
+    )
+    max_attempts: int = operational(
+        3,
+        gt=0,
+        description="starts of one partition in a row without a further trajectory, after which the stage fails",
+    )
 
 
 class Dispatch(Section):
+    """How trajectories are shuffled, cut into mini-batches and packed into training rows."""
+
     mini_batch_trajectories: int = Field(16, gt=0, description="trajectories of one optimizer step")
-    pack_tokens: int = Field(2048, gt=0, description="token budget of one pack")
+    pack_tokens: int = Field(2048, gt=0, description="tokens that one pack, a training row, holds at most")
     slots: int = Field(2, gt=0, description="virtual ranks; a run may use any number of ranks up to this")
 
 
 class Train(Section):
-    learning_rate: Positive = Field(2e-5, gt=0)
-    beta1: Decay = Field(0.9, ge=0, lt=1)
-    beta2: Decay = Field(0.95, ge=0, lt=1)
-    weight_decay: NotNegative = Field(0.0, ge=0)
-    gradient_clip: Positive = Field(1.0, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    divergence: Literal["reverse", "forward"] = "reverse"
-    temperature: Temperature = Field(1.0, gt=0)
+    """The optimizer (AdamW), the loss, and the ranks that train."""
+
+    learning_rate: Positive = Field(2e-5, gt=0, description="learning rate after the warm-up")
+    beta1: Decay = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: Decay = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    weight_decay: NotNegative = Field(0.0, ge=0, description="decoupled weight decay, a factor of the learning rate")
+    gradient_clip: Positive = Field(1.0, gt=0, description="the gradient's global L2 norm is cut to this")
+    warmup_steps: int = Field(0, ge=0, description="the learning rate rises linearly over the run's first steps")
+    divergence: Literal["reverse", "forward"] = Field(
+        "reverse", description="reverse: KL(student || teacher); forward: KL(teacher || student)"
+    )
+    temperature: Temperature = Field(
+        1.0, gt=0, description="logits of student and teacher are divided by it in the KL, 1e-30 to 1e30"
+    )
     kl_precision: Literal["exact", "fp8_gradients", "fp8"] = Field(
         "exact", description="which products of the KL are FP8: fp8_gradients keeps the loss exact, fp8 does not"
     )
     compute: Literal["fp32", "bf16", "fp8"] = Field(
         "bf16", description="dtype of the linears' products; fp8, of an mxfp4 student, leaves all else in bf16"
     )
-    zero_stage: Literal[1, 3] = operational(1)
-    ranks: int = operational(1, gt=0)
-    threads: int = operational(0, ge=0)
-    chunk_bytes: int = operational(0, ge=0, description="logits of one chunk of the KL; 0: by kind of device")
+    zero_stage: Literal[1, 3] = operational(
+        1, description="ZeRO of DeepSpeed. 1: shard the optimizer's state; 3: shard the student too"
+    )
+    ranks: int = operational(1, gt=0, description="training processes, at most dispatch.slots; each takes a GPU")
+    threads: int = operational(0, ge=0, description="CPU threads of one rank; 0: cores divided by ranks")
+    chunk_bytes: int = operational(
+        0, ge=0, description="logits of one chunk of the KL, in bytes; 0: what suits the kind of device"
+    )
     recompute_layers: bool = operational(
         True, description="keep only each layer's input and recompute the rest in backward: less memory, a third slower"
     )
-    loader_bytes: int = operational(256 << 20, gt=0, description="shared memory of a node's loader")
+    loader_bytes: int = operational(256 << 20, gt=0, description="shared memory of a node's loader, in bytes")
     save_every_steps: int = operational(
-        16, ge=0, description="steps between checkpoints in the middle of a plan; 0: none for their number"
+        16, ge=0, description="steps between checkpoints in the middle of a plan; 0: none for their number of steps"
     )
     save_every_seconds: float = operational(
-        900.0, ge=0, description="such a checkpoint, too, at the end of a step so long after the last; 0: none for time"
+        900.0, ge=0, description="seconds between checkpoints in the middle of a plan; 0: none for their age"
     )
     grace_seconds: float = operational(
-        60.0, gt=0, description="from SIGTERM to the end of the ranks; the last step's state is saved and uploaded"
+        60.0,
+        gt=0,
+        description="time from SIGTERM to the end of the ranks, in seconds, in which the last step's state is uploaded",
     )
     stuck_seconds: float = operational(
         1800.0,
         gt=0,
-        description="ranks without a further micro-batch for so long are killed; four times at their start",
+        description="ranks that finish no micro-batch for this long are killed, in seconds; they have four times as "
+        "long for their first one",
     )
-    dead_after_seconds: float = operational(60.0, gt=0)
+    dead_after_seconds: float = operational(
+        60.0, gt=0, description="an owner of the training that is silent for this long is taken for dead, in seconds"
+    )
     max_attempts: int = operational(
-        3, gt=0, description="starts of the ranks in a row that come no further before the stage fails"
+        3, gt=0, description="starts of the ranks in a row that come no further, after which the stage fails"
     )
 
 
 class Spark(Section):
-    cores: int = operational(2, gt=0)
-    driver_memory: str = operational("2g", pattern=r"^[0-9]+[gm]$")
-    shuffle_partitions: int = operational(4, gt=0)
+    """The one Spark process of a run."""
+
+    cores: int = operational(2, gt=0, description="cores that Spark uses")
+    driver_memory: str = operational("2g", pattern=r"^[0-9]+[gm]$", description="heap of the JVM, 2g or 512m")
+    shuffle_partitions: int = operational(4, gt=0, description="partitions of a shuffle")
     call_seconds: float = operational(
-        3600.0, gt=0, description="one call of the Spark process; then it is killed, and the call tried once more"
+        3600.0,
+        gt=0,
+        description="a call of the Spark process that takes longer, in seconds, is killed and tried once more",
     )
     jars: str = operational("jars", description="folder of the pinned Delta jars")
 
 
 class Drill(Section):
+    """A rehearsal of failure, for demonstrations."""
+
     kill_rollout_worker_after_tokens: int = operational(
         0, ge=0, description="SIGKILL one rollout worker once it has acknowledged this many tokens; 0: never"
     )
 
 
 class RunConfig(Section):
-    """One run. Paths are relative to the working directory."""
+    """One run. Paths are relative to the folder in which opd is started."""
 
-    run_id: str
-    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
-    iterations: int = operational(1, gt=0)
+    run_id: str = Field(description="name of the run, which its keys and rows carry")
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63, description="of prompts, shuffles and sampling")
+    iterations: int = operational(1, gt=0, description="iterations to run; raise it to go on")
     data: str = operational(
         "data", min_length=1, description="root of objects and tables: folder or s3://BUCKET/PREFIX"
     )
     scratch: str = operational("scratch", min_length=1, description="local folder: logs, work files, model copies")
     store_patience_seconds: float = operational(
-        300.0, gt=0, description="how long a call is tried again when the store of the data does not answer"
+        300.0, gt=0, description="a call is tried again for this long when the store does not answer, in seconds"
     )
     student: Student
     teachers: tuple[Teacher, ...] = Field(min_length=1)

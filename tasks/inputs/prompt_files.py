@@ -22,8 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas import keys
-from schemas.config import FP32_LARGEST, FP32_SMALLEST, PromptFile, is_positive_fp32, nearest
+from schemas.config import PromptFile, nearest
 from schemas.errors import ConfigError, FormatError
+from schemas.section import FP32_LARGEST, FP32_SMALLEST, is_positive_fp32
 from tasks.rewards.verifiers import SHIPPED
 
 COLUMNS = ("messages", "text", "answer", "domain", "teachers", "verifier", "context")

@@ -12,8 +12,9 @@ from importlib import metadata
 from typing import Any
 
 from schemas import keys
-from schemas.config import GymDataset, RunConfig, is_positive_fp32
+from schemas.config import GymDataset, RunConfig
 from schemas.errors import ConfigError
+from schemas.section import is_positive_fp32
 from tasks.inputs.prompt_files import file_rows
 from tasks.rewards.gym_scores import gym
 from tasks.rewards.verifiers import GYM_VERIFIER, SHIPPED

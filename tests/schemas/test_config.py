@@ -10,6 +10,7 @@ import pytest
 
 from schemas import config
 from schemas.errors import ConfigError, OpdError
+from schemas.section import Section
 
 MINIMAL = {
     "run_id": "night-1",
@@ -134,9 +135,7 @@ def test_the_list_of_settings_changes_only_on_purpose():
     def walk(model, prefix):
         for name, field in model.model_fields.items():
             arguments = getattr(field.annotation, "__args__", ())
-            nested = [
-                a for a in (field.annotation, *arguments) if isinstance(a, type) and issubclass(a, config.Section)
-            ]
+            nested = [a for a in (field.annotation, *arguments) if isinstance(a, type) and issubclass(a, Section)]
             if nested:
                 walk(nested[0], f"{prefix}{name}.")
             else:
