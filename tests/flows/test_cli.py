@@ -7,12 +7,13 @@ import pytest
 import kernels.bench
 import ml.bench
 import tasks.bench.__main__
-from flows import cli
+from flows import cli, parser
+from schemas import config
 
 COMMANDS = (
     "run", "rollout", "teach", "dispatch", "train", "show", "sql", "verify", "doctor", "bench", "models", "teachers",
     "teachers report", "teachers pack", "wal", "wal show", "wal check", "upkeep", "watch",
-    "repair",
+    "repair", "config",
 )  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def test_a_mistyped_command_line_is_an_error_of_the_family(capsys, typed, found)
 
 def test_every_bench_is_offered_under_its_module():
     modules = {"kernels.bench": kernels.bench, "ml.bench": ml.bench, "tasks.bench": tasks.bench.__main__}
-    assert {name: module for module, found in modules.items() for name in found.BENCHES} == cli._BENCHES
+    assert {name: module for module, found in modules.items() for name in found.BENCHES} == parser.BENCHES
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -62,3 +63,28 @@ def test_help_lists_exactly_these_commands(capsys):
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ") and
               line[4:5].isalpha()]  # fmt: skip
     assert sorted(listed) == sorted(name for name in COMMANDS if " " not in name)
+
+
+def test_a_configuration_is_checked_and_printed_with_its_defaults(capsys, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'run_id = "r"\n[student]\npath = "s"\n[[teachers]]\nid = "a"\npath = "x"\n'
+        '[[prompts.files]]\npath = "p.jsonl"\nteachers = ["a"]\n'
+    )
+    assert cli.main(["config", str(path), "--set", "rollout.top_k=5"]) == 0
+    printed = tmp_path / "printed.toml"
+    printed.write_text(capsys.readouterr().out)
+    assert config.load(printed) == config.load(path, ["rollout.top_k=5"])
+    assert cli.main(["config", str(path), "--set", "rollout.top_q=5"]) == 2
+    assert "did you mean 'top_" in capsys.readouterr().err
+
+
+def test_the_reference_of_settings_is_printed(capsys):
+    assert cli.main(["config", "--reference"]) == 0
+    assert "| `max_response_tokens` | integer, > 0 | `64` |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["config", "run.toml", "--reference"]])
+def test_config_takes_a_file_or_the_reference(capsys, arguments):
+    assert cli.main(arguments) == 2
+    assert "CONFIG.toml or --reference" in capsys.readouterr().err

@@ -20,9 +20,9 @@ REPOSITORY = Path(__file__).parents[2]
 _DRIVER = """
 import os, sys, time
 from pathlib import Path
-from flows import cli
+from flows import cli, commands
 def run(arguments):
-    cli._quiet_prefect()
+    commands.quiet_prefect()
     from prefect import flow
     from prefect.server.api.server import SubprocessASGIServer
     from flows import preemption
@@ -39,7 +39,7 @@ def run(arguments):
         time.sleep(600)
     campaign()
     return 0
-cli._COMMANDS["run"] = run
+commands.COMMANDS["run"] = run
 sys.exit(cli.main(["run", "x.toml"]))
 """
 
