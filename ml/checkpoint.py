@@ -171,6 +171,19 @@ def export_mxfp4(folder: Path, source: Path, *, shard_bytes: int = SHARD_BYTES) 
     )  # fmt: skip
 
 
+def export_bf16(folder: Path, source: Path, precision: Precision, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the model of `source` in bf16, each linear with the values that an engine of `precision` computes with.
+
+    Every MXFP4 value is a bf16 value, so transformers samples from the same weights as the rollout of an MXFP4
+    student does. Raises as load_model and save_model do.
+    """
+    tensors = (
+        (name, weight_values(tensor.float(), precision if is_linear else "bf16", torch.bfloat16))
+        for name, tensor, _, is_linear in _outline_tensors(Path(source))
+    )
+    save_model(folder, read_config(Path(source)), tensors, companions=Path(source), shard_bytes=shard_bytes)
+
+
 def fp8_exact(folder: Path) -> dict[str, bool]:
     """Weight name of each linear -> whether FP8 E4M3 in tiles of 128 x 128 holds its MXFP4 values, all of them.
 

@@ -8,11 +8,13 @@ student in use and the one that it was trained from stay there, older copies go.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.store import ObjectStore
 from ml.whole_folder import whole_folder
 from schemas import keys
 from schemas.errors import FormatError
@@ -49,20 +51,26 @@ def _copied(session: Session, objects: tuple[dict[str, Any], ...], name: str) ->
     if folder.is_dir():
         folder.touch()
         return folder
+    with whole_folder(folder, what="a copy of a student", safe="its objects") as partial:
+        copy_objects(session.store, objects, partial, session.run_id)
+    _drop_older(folder)
+    return folder
 
-    def copy(entry: dict[str, Any]) -> None:
-        data = session.store.get(entry["key"])
+
+def copy_objects(store: ObjectStore, objects: Iterable[Mapping[str, Any]], folder: Path, run_id: str) -> None:
+    """Objects {name, key, digest} of a checkpoint as files of `folder`. FormatError for one that is damaged."""
+
+    def copy(entry: Mapping[str, Any]) -> None:
+        data = store.get(entry["key"])
         if keys.digest_bytes(data) != entry["digest"]:
             raise FormatError(
                 entry["key"], expected=f"SHA-256 {entry['digest']}", found=keys.digest_bytes(data),
-                safe="earlier checkpoints", next_command=f"opd repair {session.run_id}",
+                safe="earlier checkpoints", next_command=f"opd repair {run_id}",
             )  # fmt: skip
-        (partial / entry["name"]).write_bytes(data)
+        (folder / entry["name"]).write_bytes(data)
 
-    with whole_folder(folder, what="a copy of a student", safe="its objects") as partial, ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         list(pool.map(copy, objects))
-    _drop_older(folder)
-    return folder
 
 
 def _drop_older(folder: Path) -> None:
