@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from infra import epochs, leases, owners, table_files
 from infra.row_objects import check_announced, read_jsonl
+from infra.sql_text import equals, literal
 from infra.store import ObjectStore
 from infra.stores import open_store, place
 from schemas import keys
@@ -143,7 +144,7 @@ def register_tables(spark: SparkSession, root: str) -> None:
     spark.sql(f"CREATE DATABASE IF NOT EXISTS {DATABASE}")
     for name in TABLES:
         if table_exists(root, name):
-            location = _literal(table_uri(root, name, for_spark=True))
+            location = literal(table_uri(root, name, for_spark=True))
             spark.sql(f"CREATE TABLE IF NOT EXISTS {DATABASE}.{name} USING DELTA LOCATION {location}")
 
 
@@ -156,7 +157,7 @@ def _create(spark: SparkSession, root: str, table: Table) -> None:
 
 
 def _columns(columns: Iterable[Column]) -> str:
-    return ", ".join(f"`{c.name}` {c.type} COMMENT {_literal(c.note)}" for c in columns)
+    return ", ".join(f"`{c.name}` {c.type} COMMENT {literal(c.note)}" for c in columns)
 
 
 def _upgrade(spark: SparkSession, root: str, table: Table) -> None:
@@ -230,7 +231,7 @@ def delete_slices_from(spark: SparkSession, root: str, run_id: str, iteration: i
             with _fenced(spark, root, name, lease):
                 result = spark.sql(
                     f"DELETE FROM delta.`{table_uri(root, name, for_spark=True)}` "
-                    f"WHERE run_id = {_literal(run_id)} AND iteration >= {int(iteration)}"
+                    f"WHERE run_id = {literal(run_id)} AND iteration >= {int(iteration)}"
                 ).collect()
             _make_durable(root, name)
             deleted[name] = int(result[0]["num_affected_rows"])
@@ -322,7 +323,7 @@ def read_rows(
     there = _schema(source)[1]
     sources = {c: f'"{c}"' if c in there else "NULL" for c in spec.column_names()}
     order = ", ".join(f'"{c}" NULLS FIRST' for c in (*spec.slice_key, *spec.sort_key))
-    condition = " AND ".join(_equals(sources[c], v) for c, v in where.items()) or "true"
+    condition = " AND ".join(equals(sources[c], v) for c, v in where.items()) or "true"
     names = ", ".join(f'{sources[c]} AS "{c}"' for c in wanted)
     query = f"SELECT {names} FROM rows WHERE {condition} ORDER BY {order}"
     with _readable(root, table):
@@ -335,7 +336,7 @@ def _same(table: Table, old: list[dict[str, Any]], new: list[dict[str, Any]]) ->
 
 
 def _replace(spark: SparkSession, root: str, table: Table, slice: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    condition = " AND ".join(f"`{c}` = {_literal(slice[c])}" for c in table.slice_key)
+    condition = " AND ".join(f"`{c}` = {literal(slice[c])}" for c in table.slice_key)
     location = table_uri(root, table.name, for_spark=True)
     if not rows:
         spark.sql(f"DELETE FROM delta.`{location}` WHERE {condition}")
@@ -452,18 +453,3 @@ def _forget_durable(root: str, table: str) -> None:
 def _make_durable(root: str, table: str) -> None:
     if place(root).folder is not None:  # elsewhere what was answered is durable
         table_files.sync(Path(table_uri(root, table)), _lock_path(root, table))
-
-
-def _equals(column: str, value: Any) -> str:
-    """column: as SQL spells it."""
-    if value is None:
-        return f"{column} IS NULL"
-    text = "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
-    return f"{column} = {text}"
-
-
-def _literal(value: Any) -> str:
-    """A Spark SQL literal."""
-    if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return str(int(value))
