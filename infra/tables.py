@@ -20,7 +20,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +29,14 @@ import pyarrow as pa
 
 from infra import epochs, leases, owners, table_files
 from infra.row_objects import check_announced, read_jsonl
-from infra.sql_text import equals, literal
+from infra.sql_text import column_list, equals, literal
 from infra.store import ObjectStore
 from infra.stores import open_store, place
 from schemas import keys
 from schemas import rows as rows_schema
 from schemas.errors import ContractError, OpdError, StoreError
 from schemas.root import DataRoot
-from schemas.rows import TABLES, Column, Table
+from schemas.rows import TABLES, Table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -56,8 +56,6 @@ _ARROW = {
     "boolean": pa.bool_(), "array<bigint>": pa.list_(pa.int64()),
     "array<struct<teacher_id:string,weight:double>>": _TEACHERS,
 }  # fmt: skip
-
-
 _log = logging.getLogger(__name__)
 #: Is told what a commit waits for. The process that commits for a flow passes it on to the flow's (infra.spark).
 on_wait: Callable[[str], object] = _log.warning
@@ -151,13 +149,9 @@ def register_tables(spark: SparkSession, root: str) -> None:
 def _create(spark: SparkSession, root: str, table: Table) -> None:
     spark.sql(
         f"CREATE TABLE IF NOT EXISTS delta.`{table_uri(root, table.name, for_spark=True)}` "
-        f"({_columns(table.columns)}) USING DELTA PARTITIONED BY ({', '.join(table.slice_key)}) "
+        f"({column_list(table.columns)}) USING DELTA PARTITIONED BY ({', '.join(table.slice_key)}) "
         f"TBLPROPERTIES ('{VERSION_PROPERTY}' = '{table.version}')"
     )
-
-
-def _columns(columns: Iterable[Column]) -> str:
-    return ", ".join(f"`{c.name}` {c.type} COMMENT {literal(c.note)}" for c in columns)
 
 
 def _upgrade(spark: SparkSession, root: str, table: Table) -> None:
@@ -166,7 +160,7 @@ def _upgrade(spark: SparkSession, root: str, table: Table) -> None:
     version, columns = _schema(_delta_table(root, table.name))
     location = f"delta.`{table_uri(root, table.name, for_spark=True)}`"
     if added := [c for c in table.columns if c.name not in columns]:
-        spark.sql(f"ALTER TABLE {location} ADD COLUMNS ({_columns(added)})")
+        spark.sql(f"ALTER TABLE {location} ADD COLUMNS ({column_list(added)})")
     if version < table.version:
         spark.sql(f"ALTER TABLE {location} SET TBLPROPERTIES ('{VERSION_PROPERTY}' = '{table.version}')")
 
