@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_bf16_holds_the_values_that_an_mxfp4_student_samples_with(root, source, 
             largest = wanted.abs().max()
             scales = [2.0**e for e in range(-40, 10) if {float(v) / 2.0**e for v in row.abs()} <= GRID]
             assert any((row - wanted).abs().max() <= scale and largest <= 8 * scale for scale in scales), name
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = AutoTokenizer.from_pretrained(tmp_path / "out")("a question", return_tensors="pt")
     assert model.dtype == torch.bfloat16
     assert model.generate(**ids, max_new_tokens=3).shape[1] > ids["input_ids"].shape[1]
