@@ -41,6 +41,7 @@ from ml.rollout.spill import (
 from ml.rollout.together import LeadRunner
 from ml.rollout.wal_format import prompt_digest
 from schemas.errors import ContractError
+from schemas.interruptions import UNINTERRUPTED, Interruptions
 
 
 class Log(Protocol):
@@ -106,8 +107,8 @@ class Request:
 class Finished:
     """A whole response, the stop token included. finish_reason: "stop" or "length".
 
-    num_kv_restores, num_prefill_rebuilds: how often this engine took its KV from a spill, or computed it again from
-    tokens that were sampled before.
+    interruptions: how often this engine took its KV from a spill, or computed it again from tokens that were sampled
+    before.
     """
 
     trajectory_id: str
@@ -115,8 +116,7 @@ class Finished:
     logprobs_raw: tuple[float, ...]
     logprobs_sampled: tuple[float, ...]
     finish_reason: str
-    num_kv_restores: int
-    num_prefill_rebuilds: int
+    interruptions: Interruptions
 
 
 @dataclass(eq=False)
@@ -128,8 +128,7 @@ class _Trajectory(Scheduled):
     sampled: list[float] = field(default_factory=list)
     kv: SpilledKv | None = None
     stored_positions: int = 0
-    num_kv_restores: int = 0
-    num_prefill_rebuilds: int = 0
+    interruptions: Interruptions = UNINTERRUPTED
     finish_reason: str = ""
 
 
@@ -201,7 +200,7 @@ class RolloutEngine:
             trajectory.kv, trajectory.num_kept = request.kv, request.kv.positions
             trajectory.stored_positions = request.kv.positions
         elif request.logged_ids:
-            trajectory.num_prefill_rebuilds = 1
+            trajectory.interruptions = Interruptions(prefill_rebuilds=1)
         self._unfinished[request.trajectory_id] = trajectory
         self._scheduler.add(trajectory)
 
@@ -278,7 +277,7 @@ class RolloutEngine:
             if trajectory.kv is not None:
                 self._runner.write_kv(trajectory.pages, trajectory.kv.k_MLGC, trajectory.kv.v_MLGC)
                 trajectory.kv = None
-                trajectory.num_kv_restores += 1
+                trajectory.interruptions += Interruptions(kv_restores=1)
         # Afterwards, since others may take their prompt from what was just restored.
         self._runner.admit(admitted, [t.sampling_key for t in trajectories])
 
@@ -347,7 +346,7 @@ class RolloutEngine:
         while self._undelivered and self._undelivered[0][0] <= acknowledged:
             t = self._undelivered.popleft()[1]
             out.append(Finished(t.trajectory_id, tuple(t.tokens[t.num_prompt :]), tuple(t.raw), tuple(t.sampled),
-                                t.finish_reason, t.num_kv_restores, t.num_prefill_rebuilds))  # fmt: skip
+                                t.finish_reason, t.interruptions))  # fmt: skip
         return out
 
     # --- what could never run is refused when it is added

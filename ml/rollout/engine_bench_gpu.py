@@ -209,7 +209,7 @@ def bits_figures(model: Transformer) -> dict[str, Any]:
         with Run(model, count, PROMPT + 40) as run:
             finished = run.finish(resumed)
         check(all(same(finished[i], whole[i]) for i in finished), f"{count} resumed trajectories equal whole ones")
-        check(sum(f.num_kv_restores for f in finished.values()) > 0 or count == 1, "KV was restored")
+        check(sum(f.interruptions.kv_restores for f in finished.values()) > 0 or count == 1, "KV was restored")
         compared += count
     return {"resumed_with_equal_bits": figure(compared, "trajectories", "")}
 

@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from schemas.errors import ContractError, FormatError
+from schemas.interruptions import UNINTERRUPTED, Interruptions
 
 MAGIC = b"OPDTLOG\n"
 VERSION = 1
@@ -77,15 +78,13 @@ def prompt_digest(prompt_ids: Ints) -> bytes:
 
 @dataclass(frozen=True)
 class Admit:
-    """A trajectory enters the log; the counts are those of its life before this log."""
+    """A trajectory enters the log. interruptions: of its life before this log."""
 
     number: int
     trajectory_id: str
     prompt_digest: bytes
     prompt_tokens: int
-    num_preemptions: int = 0
-    num_kv_restores: int = 0
-    num_prefill_rebuilds: int = 0
+    interruptions: Interruptions = UNINTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -168,11 +167,11 @@ def encode_frame(salt_crc: int, record_type: int, sequence: int, payload: bytes,
 
 
 def encode_admit(admit: Admit) -> bytes:
-    name = _text(admit.trajectory_id, "trajectory_id", 65535)
+    name, interruptions = _text(admit.trajectory_id, "trajectory_id", 65535), admit.interruptions
     return (
         _ADMIT.pack(
-            admit.number, admit.prompt_tokens, admit.prompt_digest, admit.num_preemptions, admit.num_kv_restores,
-            admit.num_prefill_rebuilds, len(name),
+            admit.number, admit.prompt_tokens, admit.prompt_digest, interruptions.preemptions,
+            interruptions.kv_restores, interruptions.prefill_rebuilds, len(name),
         )
         + name
     )  # fmt: skip
@@ -370,7 +369,9 @@ class Reader:
 def decode_admit(record: Record) -> Admit:
     reader = Reader(record)
     number, prompt_tokens, prompt_digest, preemptions, restores, rebuilds, length = reader.fields(_ADMIT)
-    admit = Admit(number, reader.text(length), prompt_digest, prompt_tokens, preemptions, restores, rebuilds)
+    admit = Admit(
+        number, reader.text(length), prompt_digest, prompt_tokens, Interruptions(preemptions, restores, rebuilds)
+    )
     reader.end()
     return admit
 

@@ -20,6 +20,7 @@ from typing import Any
 from infra.launch import RankProcess
 from kernels.testing import check, environment, figure
 from schemas.errors import EXIT_PREEMPTED
+from schemas.work.messages import Resumed
 from tasks.bench.trial import Trial
 from tasks.workers.drill import sampled_again
 from tasks.workers.pool import Pool
@@ -99,7 +100,7 @@ class _Life:
 
     process: RankProcess
     told: dict[str, int]
-    resumed_before: dict[str, Any] | None
+    resumed_before: Resumed | None
     signum: int
     phase: str
     delay: float
@@ -180,19 +181,18 @@ class _Killer:
         if resumed is None:
             return
         totals = self._totals
-        totals.kv_restored += resumed["kv_restored"]
-        totals.prefill_rebuilt += resumed["prefill_rebuilt"]
-        totals.lost += sum(max(0, count - resumed["recovered"].get(i, 0)) for i, count in life.told.items())
-        totals.again += sampled_again(
-            self._trial.log(self._name, self._iteration, partition, resumed["epoch"]), life.told
-        )
+        totals.kv_restored += resumed.kv_restored
+        totals.prefill_rebuilt += resumed.prefill_rebuilt
+        totals.lost += sum(max(0, count - resumed.recovered.get(i, 0)) for i, count in life.told.items())
+        totals.again += sampled_again(self._trial.log(self._name, self._iteration, partition, resumed.epoch), life.told)
 
 
 def _acknowledged(pool: Pool, partition: int) -> dict[str, int]:
-    return pool.acknowledged.get(partition, {"tokens": {}})["tokens"]
+    told = pool.acknowledged.get(partition)
+    return told.tokens if told else {}
 
 
-def _resumed(pool: Pool, partition: int, life: _Life) -> dict[str, Any] | None:
+def _resumed(pool: Pool, partition: int, life: _Life) -> Resumed | None:
     """What the life said as it began to sample, if it came so far."""
     said = pool.resumed.get(partition)
     return None if said is life.resumed_before else said

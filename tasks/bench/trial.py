@@ -17,10 +17,11 @@ from infra.stores import open_store
 from ml.rollout.wal_recovery import read_folder
 from schemas import config, keys
 from schemas.rows import TRAJECTORIES, content_digest
+from schemas.work.rollout import RolloutPartition, RolloutRequest
 from tasks.bench.random_model import STOP_ID, VOCAB_SIZE, write_random_model
 from tasks.inputs.models import model_digest
 from tasks.runs.session import LOGS, Session, spark_child
-from tasks.stages.rollout import worker_settings
+from tasks.stages.rollout import rollout_work
 from tasks.workers.logs import local_log, stored_log
 from tasks.workers.pool import Limits, Pool, Watcher
 
@@ -59,20 +60,26 @@ class Trial:
         if not self.model.exists():
             write_random_model(self.model, seed=model_seed, max_positions=_PROMPT_TOKENS + response_tokens)
 
-    def requests(self, iteration: int, partition: int) -> list[dict[str, Any]]:
+    def requests(self, iteration: int, partition: int) -> tuple[RolloutRequest, ...]:
         """Work of one partition, as tasks.stages.rollout makes it from prompts."""
         rng = random.Random(f"{self.seed}:{iteration}:{partition}")
         requests = []
         for index in range(self.trajectories):
             prompt_id = f"prompt-{partition}-{index}"
             trajectory_id = keys.trajectory_id(_RUN_ID, iteration, prompt_id, 0)
-            requests.append({
-                "trajectory_id": trajectory_id, "prompt_id": prompt_id, "sample_index": 0, "split": "train",
-                "prompt_ids": [1, *(rng.randrange(3, VOCAB_SIZE) for _ in range(_PROMPT_TOKENS - 1))],
-                "sampling_key": keys.sampling_key(self.seed, trajectory_id),
-                "max_response_tokens": self.response_tokens, "prompt": {"prompt_id": prompt_id, "verifier": None},
-            })  # fmt: skip
-        return requests
+            requests.append(
+                RolloutRequest(
+                    trajectory_id=trajectory_id,
+                    prompt_id=prompt_id,
+                    sample_index=0,
+                    split="train",
+                    prompt_ids=(1, *(rng.randrange(3, VOCAB_SIZE) for _ in range(_PROMPT_TOKENS - 1))),
+                    sampling_key=keys.sampling_key(self.seed, trajectory_id),
+                    max_response_tokens=self.response_tokens,
+                    prompt={"prompt_id": prompt_id, "verifier": None},
+                )
+            )
+        return tuple(requests)
 
     def stage(self, iteration: int) -> str:
         return keys.stage_prefix(_RUN_ID, iteration, "rollout", keys.digest(self.seed))
@@ -86,12 +93,20 @@ class Trial:
     def run(self, name: str, iteration: int = 0, watcher: Watcher | None = None) -> dict[int, Outcome]:
         """Sample all partitions under a root of their own, a worker each, whatever `watcher` does to them."""
         session = self._session(name)
-        version = model_digest(self.model)
-        work = worker_settings(session.config, self.model, version, [STOP_ID], VOCAB_SIZE, self.partitions) | {
-            "iteration": iteration, "stage_prefix": self.stage(iteration), "run_epoch": 0, "scoring": {},
-            "scratch": str(session.scratch / LOGS),
-        }  # fmt: skip
-        todo = {p: {"partition": p, "requests": self.requests(iteration, p)} for p in range(self.partitions)}
+        work = rollout_work(
+            session.config,
+            student_folder=self.model,
+            student_version=model_digest(self.model),
+            stop_ids=[STOP_ID],
+            vocab_size=VOCAB_SIZE,
+            workers=self.partitions,
+            scratch=session.scratch,
+            iteration=iteration,
+            stage_prefix=self.stage(iteration),
+            run_epoch=0,
+            scoring={},
+        )
+        todo = {p: RolloutPartition(p, self.requests(iteration, p)) for p in range(self.partitions)}
         pool = Pool(session, "rollout", iteration, work, todo, self.partitions)
         # The attempts of one spot are what a watcher uses up on purpose.
         pool.run(Limits(max_attempts=1_000_000, grace_seconds=session.config.rollout.grace_seconds), watcher)

@@ -15,9 +15,12 @@ from typing import Any
 
 from infra import launch
 from ml.model_files import CONFIG, read_config
-from schemas import keys
+from schemas import keys, typed_json
 from schemas.config import RunConfig
 from schemas.errors import ConfigError, StageError, error_from_json
+from schemas.work import messages
+from schemas.work.model import Precision
+from schemas.work.report import ReportModel, ReportWork
 from tasks.inputs.models import resolve_model, teacher_checks
 from tasks.inputs.prompts import load_prompts
 from tasks.inputs.room import teacher_context
@@ -26,7 +29,7 @@ from tasks.inputs.text import Tokenizer
 
 def report(
     config: RunConfig, *, num_prompts: int = 16, on_model: Callable[[str], None] = lambda model: None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, str | int | float]]:
     """A row for the student, then one for each teacher in order of teacher_index.
 
     Columns: model, precision (the configured one), prompts, and those of ml.fidelity.Fidelity. num_prompts: read by
@@ -38,20 +41,21 @@ def report(
         raise ConfigError("--prompts", expected="1 or more", found=str(num_prompts))
     student = resolve_model(config.student.path)
     vocab_size = teacher_checks(student, {t.id: resolve_model(t.path) for t in config.teachers})
-    work = {"models": _models(config, student, num_prompts), "vocab_size": vocab_size, "threads": os.cpu_count() or 1}
+    work = ReportWork(_models(config, student, num_prompts), vocab_size, threads=os.cpu_count() or 1)
     folder = Path(config.scratch).absolute() / config.run_id
     path = folder / "work" / "report.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(work))
-    rows: list[dict[str, Any]] = []
+    path.write_bytes(typed_json.encode(work))
+    rows: list[dict[str, str | int | float]] = []
 
-    def heard(_rank: int, message: dict[str, Any]) -> None:
-        if message["event"] == "started":
-            on_model(message["model"])
-        elif message["event"] == "row":
-            rows.append(message["row"])
+    def heard(rank: int, line: dict[str, Any]) -> None:
+        message = messages.read(line, f"teachers report, rank {rank}")
+        if isinstance(message, messages.ReportStarted):
+            on_model(message.model)
+        elif isinstance(message, messages.ReportRow):
+            rows.append(message.row)
 
-    commands = launch.group_commands("tasks.ranks.report", path, 1, {"OMP_NUM_THREADS": str(work["threads"])})
+    commands = launch.group_commands("tasks.ranks.report", path, 1, {"OMP_NUM_THREADS": str(work.threads)})
     (process,) = launch.run_group(
         commands, log_folder=folder / "logs" / "report", on_message=heard, grace_seconds=5.0
     )  # fmt: skip
@@ -83,7 +87,7 @@ def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.suffix == ".safetensors")
 
 
-def _models(config: RunConfig, student: Path, num_prompts: int) -> list[dict[str, Any]]:
+def _models(config: RunConfig, student: Path, num_prompts: int) -> tuple[ReportModel, ...]:
     by_id = {prompt["prompt_id"]: prompt for prompt in load_prompts(config)}
     order = [by_id[i] for i in keys.seeded_order(config.seed, "report", sorted(by_id))]
     tokenizer = Tokenizer.load(student)
@@ -96,8 +100,8 @@ def _models(config: RunConfig, student: Path, num_prompts: int) -> list[dict[str
         named = [p for p in order if teacher_id in {entry["teacher_id"] for entry in p["teachers"]}]
         contexts = [teacher_context(teacher, tokenizer, prompt) for prompt in (named or order)[:num_prompts]]
         models.append(_entry(f"teacher {teacher_id}", folder, teacher.precision, contexts))
-    return models
+    return tuple(models)
 
 
-def _entry(model: str, folder: Path, precision: str, contexts: list[list[int]]) -> dict[str, Any]:
-    return {"model": model, "folder": str(folder), "precision": precision, "contexts": contexts}
+def _entry(model: str, folder: Path, precision: Precision, contexts: list[list[int]]) -> ReportModel:
+    return ReportModel(model, str(folder), precision, tuple(map(tuple, contexts)))

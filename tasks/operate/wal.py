@@ -169,8 +169,8 @@ def _trajectories(records: list[fmt.Record]) -> list[dict[str, Any]]:
             admit = fmt.decode_admit(record)
             row(admit.number).update(
                 trajectory_id=admit.trajectory_id, prompt_tokens=admit.prompt_tokens,
-                num_preemptions=admit.num_preemptions, num_kv_restores=admit.num_kv_restores,
-                num_prefill_rebuilds=admit.num_prefill_rebuilds,
+                num_preemptions=admit.interruptions.preemptions, num_kv_restores=admit.interruptions.kv_restores,
+                num_prefill_rebuilds=admit.interruptions.prefill_rebuilds,
             )  # fmt: skip
         elif record.type == fmt.OBSERVATION:
             number, _, ids = fmt.decode_observation(record)

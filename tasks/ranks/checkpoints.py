@@ -29,6 +29,7 @@ from ml.train.state import MARKER, State, load_state, read_marker, save_state
 from ml.whole_folder import whole_folder
 from schemas import keys
 from schemas.errors import FormatError, OpdError
+from schemas.work import messages
 from tasks.ranks.process import Say
 
 #: Whole ones that are kept on this node, and by one owner in the store: the newest, and one beside it.
@@ -80,7 +81,7 @@ class Checkpoints:
             except FormatError as error:
                 text = f"checkpoint of step {place.steps} passed over: {error.where}, {error.found}"
                 self.notices.append(text)
-                self._say("notice", text=text)
+                self._say(messages.Notice(text))
                 continue
             if state is None:
                 continue
@@ -96,7 +97,7 @@ class Checkpoints:
         folder = self.folder / f"step-{steps:06d}"
         with self._lease.patience(leases.LONG_SECONDS):
             save_state(folder, tensors, facts)
-        self._say("checkpoint", steps=steps)
+        self._say(messages.CheckpointSaved(steps))
         self._uploads.offer(steps, folder)
         self._prune()
 
@@ -147,7 +148,7 @@ class Checkpoints:
 
             def fetch(name: str) -> None:
                 (partial / name).write_bytes(read(name))
-                self._say("working", on=f"a copy of {name}")
+                self._say(messages.Working(f"a copy of {name}"))
 
             at_once(fetch, files, _FILES_AT_ONCE)
             (partial / MARKER).write_bytes(marker)
@@ -207,7 +208,7 @@ class _Uploads:
             for steps in sorted(self._written):
                 self._delete(steps)
         except OpdError as error:
-            self._say("notice", text=f"checkpoints of a finished plan stay in the store until opd upkeep: {error}")
+            self._say(messages.Notice(f"checkpoints of a finished plan stay in the store until opd upkeep: {error}"))
 
     def _run(self) -> None:
         while True:
@@ -220,7 +221,7 @@ class _Uploads:
                 whole = self._upload(*self._flying)
             except Exception as error:  # training goes on: this node's copy stands, and the next one is tried
                 whole = False
-                self._say("notice", text=f"checkpoint of step {self._flying[0]} is not in the store: {error}")
+                self._say(messages.Notice(f"checkpoint of step {self._flying[0]} is not in the store: {error}"))
             with self._changed:
                 if whole:
                     self._stored = max(self._stored, self._flying[0])
@@ -243,7 +244,7 @@ class _Uploads:
             return False
         put_file(self._store, f"{prefix}/{MARKER}", folder / MARKER)
         self._whole.add(steps)
-        self._say("stored", steps=steps)
+        self._say(messages.CheckpointStored(steps))
         self._lease.check()
         kept = sorted(self._whole)[-_KEPT:]
         for outdated in [n for n in self._written if n not in kept]:

@@ -1,11 +1,7 @@
-"""The two ends of a rank process: the work file it is given, and what it tells its parent.
-
-stdout: {"event": NAME, ...}, one a line; {"event": "error", "text", and the parts of the OpdError}
-"""
+"""The two ends of a rank process: the work file it is given, and what it tells its parent (schemas.work.messages)."""
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
@@ -13,13 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from infra import waiting
 from schemas import typed_json
 from schemas.errors import OpdError
+from schemas.work import messages
+from schemas.work.messages import Message
 
-Say = Callable[..., None]
+Say = Callable[[Message], None]
 W = TypeVar("W")
 _saying = threading.Lock()
 
@@ -53,15 +51,15 @@ class StopSignal:
             self._at_once = False
 
 
-def say(event: str, **facts: Any) -> None:
-    """One message to the parent, whole, from any thread."""
+def say(message: Message) -> None:
+    """To the parent, whole, from any thread."""
     with _saying:
-        print(json.dumps({"event": event, **facts}) + "\n", end="", flush=True)
+        print(messages.write(message), end="", flush=True)
 
 
 def _say_wait(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-    say("waiting", text=text)
+    say(messages.Waiting(text))
 
 
 def run_rank(arguments: list[str], kind: type[W], run: Callable[[W], None]) -> int:
@@ -73,7 +71,7 @@ def run_rank(arguments: list[str], kind: type[W], run: Callable[[W], None]) -> i
     try:
         run(typed_json.decode(kind, Path(arguments[0]).read_bytes(), arguments[0]))
     except OpdError as error:
-        say("error", text=str(error), **error.to_json())
+        say(messages.Failed.of(error))
         print(error, file=sys.stderr)
         return error.exit_status
     return 0

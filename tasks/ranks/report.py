@@ -1,35 +1,33 @@
-"""What MXFP4 costs each model of a run: `python -m tasks.ranks.report WORK.json`; fields: tasks.operate.teachers.
-
-stdout: {"event": "started" | "row" | "error", ...}, one a line
-"""
+"""What MXFP4 costs each model of a run: `python -m tasks.ranks.report WORK.json`, a ReportWork."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ml.device import rank_device
 from ml.fidelity import fidelity
+from schemas.work.messages import ReportRow, ReportStarted
+from schemas.work.report import ReportWork
 from tasks.ranks.process import run_rank, say
 
 
-def run(work: dict[str, Any]) -> None:
+def run(work: ReportWork) -> None:
     """A row for each model of the work, in order. Raises OpdError."""
-    torch.set_num_threads(work["threads"])
+    torch.set_num_threads(work.threads)
     device = rank_device()
-    for entry in work["models"]:
-        say("started", model=entry["model"])
-        found = fidelity(Path(entry["folder"]), entry["contexts"], vocab_size=work["vocab_size"], device=device)
-        row = {"model": entry["model"], "precision": entry["precision"], "prompts": len(entry["contexts"])}
-        say("row", row=row | asdict(found))
+    for entry in work.models:
+        say(ReportStarted(entry.model))
+        found = fidelity(Path(entry.folder), entry.contexts, vocab_size=work.vocab_size, device=device)
+        row = {"model": entry.model, "precision": entry.precision, "prompts": len(entry.contexts)}
+        say(ReportRow(row | asdict(found)))
 
 
 def main(arguments: list[str]) -> int:
-    return run_rank(arguments, dict[str, Any], run)
+    return run_rank(arguments, ReportWork, run)
 
 
 if __name__ == "__main__":

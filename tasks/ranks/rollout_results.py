@@ -16,6 +16,8 @@ import numpy as np
 
 from infra.store import ObjectStore
 from schemas import keys, shards
+from schemas.interruptions import UNINTERRUPTED, Interruptions
+from schemas.work.rollout import RolloutRequest
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,16 @@ class Response:
     logprobs_sampled: np.ndarray
     sampled_mask: np.ndarray
     finish_reason: str
-    num_preemptions: int = 0
-    num_kv_restores: int = 0
-    num_prefill_rebuilds: int = 0
+    interruptions: Interruptions = UNINTERRUPTED
     error: str = ""
 
 
 def publish(
     store: ObjectStore,
     key: Callable[[str], str],
-    requests: Sequence[dict[str, Any]],
+    requests: Sequence[RolloutRequest],
     responses: Sequence[Response],
-    reward: Callable[[dict[str, Any], list[int]], float | None],
+    reward: Callable[[RolloutRequest, list[int]], float | None],
     common: dict[str, Any],
 ) -> dict[str, Any]:
     """Writes shard and rows of requests and their responses, in the given order; returns the partition manifest.
@@ -49,7 +49,7 @@ def publish(
     key(name): object key of this epoch's owner. common: columns that all rows share (run_id, iteration, partition,
     student_version).
     """
-    shard = token_shard([r["prompt_ids"] for r in requests], responses)
+    shard = token_shard([r.prompt_ids for r in requests], responses)
     placed = {"shard_digest": keys.digest_bytes(shard), "shard_key": key("tokens.safetensors")}
     store.put(placed["shard_key"], shard)
     rows, first_prompt_row, first_row = [], 0, 0
@@ -57,7 +57,7 @@ def publish(
         start = {"first_prompt_row": first_prompt_row, "first_row": first_row}
         value = None if response.error else reward(request, response.ids.tolist())
         rows.append(common | placed | start | _row(request, response, value))
-        first_prompt_row += len(request["prompt_ids"])
+        first_prompt_row += len(request.prompt_ids)
         first_row += len(response.ids)
     rows_data = b"".join(keys.canonical_json(row) + b"\n" for row in rows)
     store.put(key("rows.jsonl"), rows_data)
@@ -67,28 +67,31 @@ def publish(
         "rows_key": key("rows.jsonl"),
         "rows_digest": keys.digest_bytes(rows_data),
         "num_rows": len(rows),
-        "given_up": {r["trajectory_id"]: a.error for r, a in zip(requests, responses, strict=True) if a.error},
+        "given_up": {r.trajectory_id: a.error for r, a in zip(requests, responses, strict=True) if a.error},
         "stats": {name: sum(row[name] for row in rows) for name in sums},
     }
 
 
-def _row(request: dict[str, Any], response: Response, reward: float | None) -> dict[str, Any]:
+def _row(request: RolloutRequest, response: Response, reward: float | None) -> dict[str, Any]:
     return {
-        **{name: request[name] for name in ("trajectory_id", "prompt_id", "sample_index", "split")},
+        "trajectory_id": request.trajectory_id,
+        "prompt_id": request.prompt_id,
+        "sample_index": request.sample_index,
+        "split": request.split,
         "status": "given_up" if response.error else "finished",
         "finish_reason": response.finish_reason,
-        "prompt_tokens": len(request["prompt_ids"]),
+        "prompt_tokens": len(request.prompt_ids),
         "response_tokens": len(response.ids),
         "sampled_tokens": int(response.sampled_mask.sum()),
         "reward": reward,
         "worker": f"{socket.gethostname()}:{os.getpid()}",
-        "num_preemptions": response.num_preemptions,
-        "num_prefill_rebuilds": response.num_prefill_rebuilds,
-        "num_kv_restores": response.num_kv_restores,
+        "num_preemptions": response.interruptions.preemptions,
+        "num_prefill_rebuilds": response.interruptions.prefill_rebuilds,
+        "num_kv_restores": response.interruptions.kv_restores,
     }
 
 
-def token_shard(prompts: list[list[int]], responses: Sequence[Response]) -> bytes:
+def token_shard(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> bytes:
     """prompt_ids I32 [prompt tokens]; response_ids I32, logprobs_raw and logprobs_sampled F32, sampled_mask U8
     [response tokens]; trajectories one after another in the given order."""
     return shards.encode_tokens(

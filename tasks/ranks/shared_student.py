@@ -13,7 +13,6 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,17 +22,19 @@ from ml.device import rank_device
 from ml.model import Transformer
 from ml.rollout.together import follow
 from ml.tensor_parallel import ALONE, Group, join_group
+from schemas.work.model import ModelSource
+from schemas.work.rollout import RolloutWork
 from tasks.ranks.process import run_rank
 
 
-def load_student(work: dict[str, Any], work_path: Path) -> Transformer:
+def load_student(work: RolloutWork, work_path: Path) -> Transformer:
     """Rank 0's part of the student after the other ranks, where the work asks for any, have theirs.
 
     GPUs are numbered worker by worker: the ranks of worker i take the ones from i * ranks on.
     """
-    ranks: int = work["ranks"]
+    ranks = work.ranks
     if ranks == 1:
-        return _load(work, ALONE)
+        return _load(work.student, ALONE)
     first = int(os.environ.get("LOCAL_RANK", "0")) * ranks
     commands = group_commands("tasks.ranks.shared_student", work_path, ranks, {})
     for command in commands:
@@ -44,13 +45,12 @@ def load_student(work: dict[str, Any], work_path: Path) -> Transformer:
         log = work_path.with_name(f"{work_path.stem}-rank{command.rank}.log")
         process = RankProcess(command, log, lambda rank, message: None)
         threading.Thread(target=_die_with, args=(process,), name=f"rank {command.rank}", daemon=True).start()
-    return _load(work, join_group(rank_device()))
+    return _load(work.student, join_group(rank_device()))
 
 
-def _load(work: dict[str, Any], group: Group) -> Transformer:
-    student = work["student"]
-    return load_model(Path(student["folder"]), precision=student["precision"], compute=work["compute"],
-                      device=rank_device(), group=group, digest=student["digest"])  # fmt: skip
+def _load(student: ModelSource, group: Group) -> Transformer:
+    return load_model(Path(student.folder), precision=student.precision, compute=student.compute,
+                      device=rank_device(), group=group, digest=student.digest)  # fmt: skip
 
 
 def _die_with(process: RankProcess) -> None:
@@ -63,13 +63,13 @@ def _die_with(process: RankProcess) -> None:
         os._exit(process.status if process.status > 0 else 1)
 
 
-def _follow(work: dict[str, Any]) -> None:
-    torch.set_num_threads(work["threads"])
-    follow(_load(work, join_group(rank_device())))
+def _follow(work: RolloutWork) -> None:
+    torch.set_num_threads(work.threads)
+    follow(_load(work.student, join_group(rank_device())))
 
 
 def main(arguments: list[str]) -> int:
-    return run_rank(arguments, dict[str, Any], _follow)
+    return run_rank(arguments, RolloutWork, _follow)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@
 
 Bytes depend on the model and the items alone, so an heir writes the same again. SIGTERM releases the partition in
 work and exits with status 75; partitions before it are finished.
-
-    stdout: {"event": "progress" | "finished" | "error", ...}, one a line
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from ml.model import Transformer
 from ml.teacher import Reading, hidden_states
 from schemas import keys, shards
 from schemas.errors import EXIT_PREEMPTED, ContractError, FormatError
+from schemas.work import messages
 from schemas.work.model import ModelSource
 from schemas.work.teach import TeachItem, TeachPartition, TeachWork
 from tasks.ranks.process import Say, run_rank, say
@@ -153,12 +152,12 @@ class Worker:
             owner = {"stage": "teach", "partition": entry.partition}
             lease = leases.acquire(
                 self.store, owned, owner=owner, dead_after_seconds=self.work.dead_after_seconds,
-                run_epoch=self.work.run_epoch, on_wait=lambda text: self.say("waiting", text=text),
+                run_epoch=self.work.run_epoch, on_wait=lambda text: self.say(messages.Waiting(text)),
             )  # fmt: skip
             if isinstance(lease, leases.Lease):
                 with lease:
                     lease.finish(self._partition(lease, entry))
-            self.say("finished", partition=entry.partition, epoch=lease.epoch)
+            self.say(messages.Finished(lease.epoch, entry.partition))
 
     def _teacher(self, wanted: ModelSource) -> Transformer:
         if self._model is None or self._model[0] != wanted:
@@ -185,7 +184,7 @@ class Worker:
             lease.progress()
             writer.add(item.trajectory_id, hidden_TE.view(torch.uint16).numpy())
             done += item.tokens
-            self.say("progress", partition=entry.partition, done=done, total=total, unit="tokens")
+            self.say(messages.Progress(done, total, "tokens", entry.partition))
         stats = {"tokens": total, "seconds": time.monotonic() - started}
         return writer.finish() | {"stats": stats | observed(model.head_weight.device)}
 

@@ -7,9 +7,6 @@ began with; either way the bytes that it makes are the same.
 SIGTERM, to any rank: at the end of the step, or before the next micro-batch of a longer one, all ranks agree to stop.
 The parameters are then those of the last finished step: they are saved, their upload is waited for within the grace,
 and the group exits with status 75. Before the first step nothing is lost, and it exits at once.
-
-    stdout: {"event": "working" | "progress" | "metrics" | "resumed" | "checkpoint" | "stored" | "notice" | "stopped"
-             | "finished" | "error", ...}
 """
 
 from __future__ import annotations
@@ -49,6 +46,8 @@ from ml.train.state import State, load_state, save_state
 from schemas import keys
 from schemas.config import compute_dtype
 from schemas.errors import EXIT_PREEMPTED, ContractError, OpdError
+from schemas.work import messages
+from schemas.work.messages import Message
 from schemas.work.train import OptimizerSettings, TrainWork
 from tasks.ranks.checkpoints import Checkpoints
 from tasks.ranks.checkpoints import put_file as _put_file
@@ -73,9 +72,9 @@ class Notes:
     spoken: float = 0.0
     progress: Callable[[], None] = lambda: None
 
-    def say(self, event: str, **facts: Any) -> None:
+    def say(self, message: Message) -> None:
         if self.rank == 0:
-            say(event, **facts)
+            say(message)
 
     def metric(self, step: int, name: str, teacher_index: int | None, value: float) -> None:
         if not math.isfinite(value):
@@ -90,9 +89,9 @@ class Notes:
         self.progress()
         if self.done == self.total or time.monotonic() - self.spoken > 0.5:
             self.spoken = time.monotonic()
-            self.say("progress", done=self.done, total=self.total, unit="micro-batches")
+            self.say(messages.Progress(self.done, self.total, "micro-batches"))
             if self.new:
-                self.say("metrics", rows=self.new)
+                self.say(messages.Metrics(self.new))
                 self.new = []
 
 
@@ -111,10 +110,10 @@ def run(work: TrainWork, stop: StopSignal) -> None:
     with stop.at_once():
         lease = leases.acquire(
             store, work.owned, owner=owner, dead_after_seconds=work.dead_after_seconds,
-            run_epoch=work.run_epoch, on_wait=lambda text: say("waiting", text=text),
+            run_epoch=work.run_epoch, on_wait=lambda text: say(messages.Waiting(text)),
         )  # fmt: skip
     if _told(isinstance(lease, leases.Finished)) or isinstance(lease, leases.Finished):
-        say("finished", epoch=lease.epoch)
+        say(messages.Finished(lease.epoch))
         return
     with lease:
         # Named by the stage's own prefix, so that a checkpoint of another plan or configuration is never taken up.
@@ -123,7 +122,7 @@ def run(work: TrainWork, stop: StopSignal) -> None:
         manifest = _train_and_export(work, store, device, stop, lease, checkpoints)
         lease.finish(manifest)
     checkpoints.clear()
-    say("finished", epoch=lease.epoch)
+    say(messages.Finished(lease.epoch))
 
 
 class Boundaries:
@@ -185,7 +184,7 @@ class Boundaries:
             self._save()
         if self._checkpoints is not None:
             stored = self._checkpoints.settle(self._saved, deadline) if self._saved else 0
-            say("stopped", steps=self.steps, saved=self._saved, stored=stored)
+            say(messages.Stopped(self.steps, self._saved, stored))
         _told(None)  # the group ends when its first rank does
         raise Preempted
 
@@ -213,7 +212,7 @@ def _train_and_export(
         notes.progress = lease.progress
     if resumed:
         notes.rows = list(resumed.facts["metrics"])
-        notes.say("resumed", steps=first_step)
+        notes.say(messages.ResumedAt(first_step))
     boundaries = Boundaries(work, engine, notes, stop, checkpoints, first_step, num_steps, optimizer_steps)
     loader, batches = _open_loader(work, store, frames, device)
     teachers = {head.teacher_index: head for head in work.teachers}
@@ -234,7 +233,7 @@ def _train_and_export(
             num_steps=num_steps,
             sampler_compute=COMPUTE_DTYPES[compute_dtype(work.student.precision)],
         )
-        notes.say("metrics", rows=notes.new)
+        notes.say(messages.Metrics(notes.new))
     except BaseException:
         patience_seconds = 0.0  # what a read still waits for is no reason to be late with the news
         raise
@@ -342,7 +341,7 @@ def _export(
     save_model(
         out / "export", read_config(source), parameters, companions=source, shard_bytes=_EXPORT_SHARD_BYTES
     )  # fmt: skip
-    notes.say("working", on="export")
+    notes.say(messages.Working("export"))
     save_state(out / "optimizer", engine.moments() if optimizer_steps else (), {"optimizer_steps": optimizer_steps})
     version = model_digest(out / "export")
     inexact = _fp8_inexact(work, out / "export", notes, steps)
@@ -352,7 +351,7 @@ def _export(
         for path in sorted((out / group).iterdir()):
             key = keys.owned_object(lease.owned, lease.epoch, f"{group}/{path.name}")
             objects.append({"group": group, "name": path.name, "key": key, **_put_file(store, key, path)})
-            notes.say("working", on=f"upload of {group}/{path.name}")
+            notes.say(messages.Working(f"upload of {group}/{path.name}"))
     data = b"".join(keys.canonical_json(row) + b"\n" for row in notes.rows)
     rows_key = keys.owned_object(lease.owned, lease.epoch, "rows.jsonl")
     store.put(rows_key, data)

@@ -17,12 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from infra import confine
 from schemas.config import Prompts
 from schemas.errors import ConfigError, StageError, StoreError
+from schemas.work.rollout import VerifierSettings
 from tasks.inputs.text import Tokenizer
 from tasks.rewards.verifiers import SHIPPED
 
@@ -37,22 +38,10 @@ _ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ")
 no_namespaces = functools.cache(confine.missing)
 
 
-@dataclass(frozen=True)
-class VerifierSettings:
-    """How verifiers run: seconds of a call, address space of a process, names of variables that it gets beside
-    `PATH`, `PYTHONPATH` and locale, and whether it reaches the network."""
-
-    timeout_seconds: float
-    memory_bytes: int
-    env: tuple[str, ...] = ()
-    network: bool = False
-
-    @classmethod
-    def of(cls, prompts: Prompts) -> VerifierSettings:
-        return cls(
-            prompts.verifier_timeout_seconds, prompts.verifier_memory_bytes, prompts.verifier_env,
-            prompts.verifier_network,
-        )  # fmt: skip
+def verifier_settings(prompts: Prompts) -> VerifierSettings:
+    return VerifierSettings(
+        prompts.verifier_timeout_seconds, prompts.verifier_memory_bytes, prompts.verifier_env, prompts.verifier_network
+    )
 
 
 class CallFailedError(Exception):
@@ -180,13 +169,12 @@ def check_verifiers(names: Iterable[str], settings: VerifierSettings) -> None:
 
 
 class Rewarder:
-    """Rewards of one rollout worker. work: its work file (`student.folder`, `verifier`: fields of VerifierSettings,
-    `max_verifier_failures`, requests with `prompt`)."""
+    """Rewards of one rollout worker. allowed: failures of a partition that give a null reward."""
 
-    def __init__(self, work: dict[str, Any]) -> None:
-        self._tokenizer = Tokenizer.load(work["student"]["folder"])
-        self._process = VerifierProcess(VerifierSettings(**work["verifier"]))
-        self._allowed = work["max_verifier_failures"]
+    def __init__(self, student_folder: Path, settings: VerifierSettings, allowed: int) -> None:
+        self._tokenizer = Tokenizer.load(student_folder)
+        self._process = VerifierProcess(settings)
+        self._allowed = allowed
         self.failures = 0
 
     def __enter__(self) -> Rewarder:
@@ -199,9 +187,11 @@ class Rewarder:
         """Count failures from 0 again."""
         self.failures = 0
 
-    def __call__(self, request: dict[str, Any], response_ids: list[int]) -> float | None:
-        """None without a verifier and for a failure that is allowed. Raises StageError for one more than that."""
-        prompt = request["prompt"]
+    def __call__(self, prompt: dict[str, Any], response_ids: list[int]) -> float | None:
+        """prompt: its row of opd.prompts. None without a verifier and for a failure that is allowed.
+
+        Raises StageError for one more than that.
+        """
         name = prompt.get("verifier")
         if name is None:
             return None

@@ -10,17 +10,19 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from schemas import keys
 from schemas.config import RunConfig, compute_dtype
+from schemas.typed_json import to_json
+from schemas.work.model import ModelSource
+from schemas.work.rollout import EngineSizes, RolloutPartition, RolloutRequest, RolloutWork, SamplingSettings
 from tasks.inputs.models import check_models, resolve_model, teacher_checks
 from tasks.inputs.prompts import prompts_of_iteration, split_prompts
 from tasks.inputs.room import Room
 from tasks.inputs.text import Tokenizer
-from tasks.rewards.child import VerifierSettings, check_verifiers, no_namespaces
+from tasks.rewards.child import check_verifiers, no_namespaces, verifier_settings
 from tasks.rewards.verifiers import source_digest
 from tasks.runs.finished import StageResult
 from tasks.runs.session import LOGS, Session
@@ -33,7 +35,7 @@ from tasks.workers.suspects import check_given_up
 
 def requests_of_iteration(
     session: Session, iteration: int, tokenizer: Tokenizer, prompts: list[dict[str, Any]]
-) -> list[list[dict[str, Any]]]:
+) -> list[list[RolloutRequest]]:
     """One group (list of requests) a prompt: training prompts of the iteration, then the held-out ones.
 
     A prompt that one iteration takes twice (around an epoch's end) gets further sample indices. Raises ContractError
@@ -51,26 +53,31 @@ def requests_of_iteration(
     times_taken: Counter[str] = Counter()
     for split, chosen, samples in (("train", taken, config.rollout.samples_per_prompt), ("heldout", heldout, 1)):
         for prompt in chosen:
-            prompt_ids = room.checked(prompt)
+            prompt_ids = tuple(room.checked(prompt))
             first_sample = times_taken[prompt["prompt_id"]] * samples
             times_taken[prompt["prompt_id"]] += 1
             group = []
             for sample_index in range(first_sample, first_sample + samples):
                 trajectory_id = keys.trajectory_id(config.run_id, iteration, prompt["prompt_id"], sample_index)
                 group.append(
-                    {
-                        "trajectory_id": trajectory_id,
-                        "prompt_id": prompt["prompt_id"],
-                        "sample_index": sample_index,
-                        "split": split,
-                        "prompt_ids": prompt_ids,
-                        "sampling_key": keys.sampling_key(config.seed, trajectory_id),
-                        "max_response_tokens": config.rollout.max_response_tokens,
-                        "prompt": prompt,
-                    }
+                    RolloutRequest(
+                        trajectory_id=trajectory_id,
+                        prompt_id=prompt["prompt_id"],
+                        sample_index=sample_index,
+                        split=split,
+                        prompt_ids=prompt_ids,
+                        sampling_key=keys.sampling_key(config.seed, trajectory_id),
+                        max_response_tokens=config.rollout.max_response_tokens,
+                        prompt=prompt,
+                    )
                 )
             groups.append(group)
     return groups
+
+
+def _content(request: RolloutRequest) -> dict[str, Any]:
+    """Without the prompt's row, of which prompt_id is the digest."""
+    return {name: value for name, value in to_json(request).items() if name != "prompt"}
 
 
 def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]], verifier_failures: int) -> list[dict[str, Any]]:
@@ -93,39 +100,46 @@ def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]], verifier_f
     return metrics
 
 
-def worker_settings(
+def rollout_work(
     config: RunConfig,
+    *,
     student_folder: Path,
     student_version: str,
     stop_ids: Sequence[int],
     vocab_size: int,
     workers: int,
-) -> dict[str, Any]:
-    """The part of a worker's work file that all iterations of a run share; `workers` share this machine's cores."""
+    scratch: Path,
+    iteration: int,
+    stage_prefix: str,
+    run_epoch: int,
+    scoring: dict[str, str],
+) -> RolloutWork:
+    """Work of the stage's workers, without partitions. workers: that share this machine's cores."""
     rollout = config.rollout
-    return {
-        "root": config.data,
-        "run_id": config.run_id,
-        "student": {
-            "folder": str(student_folder), "precision": config.student.precision, "digest": student_version,
-        },
-        "compute": compute_dtype(config.student.precision),
-        "sampling": {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
-        "stop_ids": sorted(stop_ids),
-        "vocab_size": vocab_size,
-        "engine": {
-            "max_sequences": rollout.max_sequences,
-            "page_tokens": rollout.page_tokens,
-            "kv_bytes": rollout.kv_bytes,
-        },
-        "ranks": rollout.tensor_parallel,
-        "threads": rollout.threads or max(1, (os.cpu_count() or 1) // (workers * rollout.tensor_parallel)),
-        "seal_seconds": rollout.seal_seconds,
-        "grace_seconds": rollout.grace_seconds,
-        "dead_after_seconds": rollout.dead_after_seconds,
-        "verifier": asdict(VerifierSettings.of(config.prompts)),
-        "max_verifier_failures": config.prompts.max_verifier_failures,
-    }  # fmt: skip
+    return RolloutWork(
+        root=config.data,
+        scratch=str(scratch / LOGS),
+        run_id=config.run_id,
+        iteration=iteration,
+        stage_prefix=stage_prefix,
+        run_epoch=run_epoch,
+        student=ModelSource(
+            str(student_folder), student_version, config.student.precision, compute_dtype(config.student.precision)
+        ),
+        sampling=SamplingSettings(rollout.temperature, rollout.top_k, rollout.top_p),
+        stop_ids=tuple(sorted(stop_ids)),
+        vocab_size=vocab_size,
+        engine=EngineSizes(rollout.max_sequences, rollout.page_tokens, rollout.kv_bytes),
+        ranks=rollout.tensor_parallel,
+        threads=rollout.threads or max(1, (os.cpu_count() or 1) // (workers * rollout.tensor_parallel)),
+        seal_seconds=rollout.seal_seconds,
+        grace_seconds=rollout.grace_seconds,
+        dead_after_seconds=rollout.dead_after_seconds,
+        verifier=verifier_settings(config.prompts),
+        max_verifier_failures=config.prompts.max_verifier_failures,
+        scoring=scoring,
+        partitions=(),
+    )
 
 
 def rollout(session: Session, iteration: int, student: Student) -> StageResult:
@@ -144,48 +158,55 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
         session.notes["prompt rows that repeat an earlier one, each prompt counted once"] = told
     tokenizer = session.tokenizer
     scoring = {name: source_digest(name) for name in sorted({p["verifier"] for p in prompts} - {None})}
-    reports: list[dict[str, Any]] = []
+    drills: list[dict[str, int]] = []
 
-    def partitions() -> dict[int, Any]:
+    def partitions() -> dict[int, RolloutPartition]:
         groups = requests_of_iteration(session, iteration, tokenizer, prompts)
-        check_verifiers(scoring, VerifierSettings.of(config.prompts))
+        check_verifiers(scoring, verifier_settings(config.prompts))
         if scoring and no_namespaces():
             session.notes["verifiers run without namespaces, so with the network and your files"] = no_namespaces()
         commit_prompts(session, prompts)  # before an hour of sampling: the first call that needs Java
         size = config.rollout.prompts_per_partition
         return {
-            index: {"partition": index, "requests": [r for group in groups[first : first + size] for r in group]}
+            index: RolloutPartition(index, tuple(r for group in groups[first : first + size] for r in group))
             for index, first in enumerate(range(0, len(groups), size))
         }
 
-    def execute(prefix: str, todo: dict[int, Any]) -> None:
+    def execute(prefix: str, todo: dict[int, RolloutPartition]) -> None:
         workers = min(config.rollout.workers, len(todo))
-        folder = student.folder(session)
-        work = worker_settings(config, folder, student.version, tokenizer.stop_ids, vocab_size, workers) | {
-            "iteration": iteration, "stage_prefix": prefix, "run_epoch": session.run_epoch, "scoring": scoring,
-            "scratch": str(session.scratch / LOGS),
-        }  # fmt: skip
-        reports.append(
-            run_workers(
-                session, "rollout", iteration, work, todo,
-                workers=workers,
-                limits=Limits(
-                    max_attempts=config.rollout.max_attempts,
-                    grace_seconds=config.rollout.grace_seconds,
-                    stuck_seconds=config.rollout.stuck_seconds,
-                    max_given_up=config.rollout.max_given_up,
-                ),
-                kill_after_tokens=config.drill.kill_rollout_worker_after_tokens if iteration == 0 else 0,
-            )
-        )  # fmt: skip
+        work = rollout_work(
+            config,
+            student_folder=student.folder(session),
+            student_version=student.version,
+            stop_ids=tokenizer.stop_ids,
+            vocab_size=vocab_size,
+            workers=workers,
+            scratch=session.scratch,
+            iteration=iteration,
+            stage_prefix=prefix,
+            run_epoch=session.run_epoch,
+            scoring=scoring,
+        )
+        limits = Limits(
+            max_attempts=config.rollout.max_attempts,
+            grace_seconds=config.rollout.grace_seconds,
+            stuck_seconds=config.rollout.stuck_seconds,
+            max_given_up=config.rollout.max_given_up,
+        )
+        kill_after = config.drill.kill_rollout_worker_after_tokens if iteration == 0 else 0
+        drill = run_workers(
+            session, "rollout", iteration, work, todo, workers=workers, limits=limits, kill_after_tokens=kill_after
+        )
+        if drill is not None:
+            drills.append(drill)
 
     def derive(manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
         check_given_up({i: m["given_up"] for i, m in manifests.items()}, config.rollout.max_given_up, iteration)
         failures = sum(m["stats"]["verifier_failures"] for m in manifests.values())
         metrics = _metrics(config.run_id, iteration, rows, failures)
         stats = {m["name"]: m["value"] for m in metrics}
-        if reports and reports[0].get("drill"):
-            stats["drill"] = reports[0]["drill"]
+        if drills:
+            stats["drill"] = drills[0]
         return {"metrics": metrics}, stats
 
     stage = Stage(
@@ -199,7 +220,7 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
             "stop_ids": keys.digest([sorted(tokenizer.stop_ids), vocab_size]),
             "prompts": keys.digest([prompt["prompt_id"] for prompt in prompts]),
         },
-        given=lambda work: [{n: v for n, v in request.items() if n != "prompt"} for request in work["requests"]],
+        given=lambda work: [_content(request) for request in work.requests],
         scoring=scoring,
         partitions=partitions,
         execute=execute,

@@ -95,7 +95,7 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
             partitions=(),
         )
         run_workers(
-            session, "teach", iteration, to_json(work), {i: to_json(entry) for i, entry in todo.items()},
+            session, "teach", iteration, work, todo,
             workers=workers, limits=Limits(config.teach.max_attempts, 5.0, config.teach.stuck_seconds),
         )  # fmt: skip
 

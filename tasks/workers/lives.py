@@ -14,12 +14,12 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from infra.store import ObjectStore
 from ml.rollout.wal_recovery import Recovered, recover, segments_of
-from schemas import keys
+from schemas import keys, typed_json
 from schemas.errors import FormatError
+from schemas.work.rollout import Life
 from tasks.workers.logs import local_log, stored_log
 from tasks.workers.suspects import GivenUp, Suspects
 
@@ -27,13 +27,9 @@ _LIFE = re.compile(r"e(\d{6})/life\.json")
 _HOW = "its worker ended unseen by this driver"
 
 
-def put_life(
-    store: ObjectStore, owned: str, epoch: int, *, suspects: dict[str, Any] | None, recovered: dict[str, int],
-    group: Sequence[str], size: int,
-) -> None:  # fmt: skip
+def put_life(store: ObjectStore, owned: str, epoch: int, life: Life) -> None:
     """By the owner of the epoch, before it samples."""
-    life = {"suspects": suspects, "recovered": recovered, "group": list(group), "size": size}
-    store.put(_key(owned, epoch), keys.canonical_json(life))
+    store.put(_key(owned, epoch), typed_json.encode(life))
 
 
 def last_life(
@@ -48,20 +44,19 @@ def last_life(
         return None
     epoch = max(epochs)
     try:
-        life = json.loads(store.get(_key(owned, epoch)))
-        suspects = Suspects(trajectory_ids, life["suspects"])
-        group, size, recovered = life["group"], life["size"], life["recovered"]
-    except (ValueError, KeyError, TypeError) as error:
+        life = typed_json.decode(Life, store.get(_key(owned, epoch)), _key(owned, epoch))
+    except FormatError as error:
         raise FormatError(
-            _key(owned, epoch), expected="what a worker was about to run", found=repr(error), safe="the token log",
+            error.where, expected=error.expected, found=error.found, safe="the token log",
             next_command="remove that object: only counts of crashes are lost",
         ) from error  # fmt: skip
+    suspects = Suspects(trajectory_ids, life.suspects)
     log = None if _released(store, owned, epoch) else _log(store, scratch, owned, epoch)
     if log is None:
         return suspects, None
     finished = {t.trajectory_id for t in log.trajectories if t.finish_reason is not None}
-    running = [trajectory_id for trajectory_id in group if trajectory_id not in finished][:size]
-    suspects.resumed(recovered)
+    running = [trajectory_id for trajectory_id in life.group if trajectory_id not in finished][: life.size]
+    suspects.resumed(life.recovered)
     suspects.reported({t.trajectory_id: len(t.ids) for t in log.trajectories}, running)
     return suspects, suspects.crashed(_HOW) if running else None
 

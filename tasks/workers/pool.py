@@ -8,7 +8,6 @@ does not go on is killed; the trajectory that keeps killing workers is found and
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import signal
@@ -16,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +23,11 @@ from infra import launch
 from infra.launch import RankCommand, RankProcess
 from infra.terminal import tell
 from infra.threads import at_once
-from schemas import keys
+from schemas import keys, typed_json
 from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
+from schemas.work import messages
+from schemas.work.rollout import Acknowledged, RolloutPartition, RolloutWork
+from schemas.work.teach import TeachPartition, TeachWork
 from tasks.runs.session import Session
 from tasks.workers.drill import Drill
 from tasks.workers.lives import last_life
@@ -35,6 +37,10 @@ _POLL_SECONDS = 0.02
 _READ_AT_ONCE = 8
 #: How many times longer than a batch the start of a process may take, which reads a model, and at least how long.
 _LOADING, _LOADING_SECONDS = 4, 120.0
+
+#: What stages of several partitions give their workers.
+PoolWork = RolloutWork | TeachWork
+PoolPartition = RolloutPartition | TeachPartition
 
 
 def loading_seconds(stuck_seconds: float) -> float:
@@ -110,8 +116,10 @@ class Pool:
     """The workers of one stage; `run` returns when every partition has finished."""
 
     def __init__(
-        self, session: Session, stage: str, iteration: int, work: dict[str, Any], todo: Mapping[int, Any], workers: int
-    ) -> None:
+        self, session: Session, stage: str, iteration: int, work: PoolWork, todo: Mapping[int, PoolPartition],
+        workers: int,
+    ) -> None:  # fmt: skip
+        """work: without partitions."""
         self.session, self.stage, self.iteration = session, stage, iteration
         self.folder = work_folder(session, stage, iteration)
         self.work = work
@@ -120,8 +128,8 @@ class Pool:
         # Neighbours to one worker: partitions of one teacher follow one another.
         share = -(-len(order) // workers)
         self.workers = [_Worker(i, order[i * share : (i + 1) * share]) for i in range(workers)]
-        self.acknowledged: dict[int, dict[str, Any]] = {}
-        self.resumed: dict[int, dict[str, Any]] = {}
+        self.acknowledged: dict[int, Acknowledged] = {}
+        self.resumed: dict[int, messages.Resumed] = {}
         self.progress: dict[int, tuple[int, int, str]] = {}
         self.attempts: Counter[int] = Counter()
         self.suspects: dict[int, Suspects] = {}
@@ -161,11 +169,14 @@ class Pool:
 
     def _remember(self) -> None:
         """What partitions of trajectories went through under earlier drivers."""
-        partitions = [p for p, entry in self.todo.items() if "requests" in entry]
+        work = self.work
+        if not isinstance(work, RolloutWork):
+            return
+        partitions = list(self.todo)
 
         def last(partition: int) -> tuple[Suspects, GivenUp | None] | None:
-            owned = keys.partition_prefix(self.work["stage_prefix"], partition)
-            return last_life(self.session.store, Path(self.work["scratch"]), owned, self._ids(partition))
+            owned = keys.partition_prefix(work.stage_prefix, partition)
+            return last_life(self.session.store, Path(work.scratch), owned, self._ids(partition))
 
         for partition, life in zip(partitions, at_once(last, partitions, _READ_AT_ONCE), strict=True):
             if life is not None:
@@ -174,61 +185,71 @@ class Pool:
                     self.given_up[partition] = {found.trajectory_id: found.text}
 
     def _ids(self, partition: int) -> list[str]:
-        return sorted(r["trajectory_id"] for r in self.todo[partition]["requests"])
+        entry = self.todo[partition]
+        assert isinstance(entry, RolloutPartition)
+        return sorted(request.trajectory_id for request in entry.requests)
 
     def _start(self, worker: _Worker) -> None:
         if not worker.left:
             worker.process = None
             return
-        entries = []
-        for partition in worker.left:
-            entry = dict(self.todo[partition])
-            if partition in self.acknowledged:
-                entry["acknowledged"] = self.acknowledged[partition]
-            if partition in self.suspects:
-                entry["groups"] = self.suspects[partition].groups
-                entry["given_up"] = self.given_up.get(partition, {})
-                entry["suspects"] = self.suspects[partition].to_json()
-                self.suspects[partition].started()
-            entries.append(entry)
+        entries = tuple(map(self._entry, worker.left))
         worker.still_seconds = worker.silent_seconds = 0.0
         worker.loading = True
         worker.killed_because = ""
         path = self.folder / f"worker-{worker.index}.json"
-        path.write_text(json.dumps(self.work | {"partitions": entries}))
+        path.write_bytes(typed_json.encode(replace(self.work, partitions=entries)))
         command = RankCommand(
             f"tasks.ranks.{self.stage}",
             path,
             worker.index,
-            {"OMP_NUM_THREADS": str(self.work["threads"]), "LOCAL_RANK": str(worker.index)},
+            {"OMP_NUM_THREADS": str(self.work.threads), "LOCAL_RANK": str(worker.index)},
         )
         log = self.session.scratch / "logs" / f"{self.stage}-{worker.index}.log"
-        worker.process = RankProcess(command, log, lambda _, message: self._heard(worker, message))
+        worker.process = RankProcess(command, log, lambda _, line: self._heard(worker, line))
 
-    def _heard(self, worker: _Worker, message: dict[str, Any]) -> None:
-        event: str = message["event"]
-        partition: int = message.get("partition", -1)
+    def _entry(self, partition: int) -> PoolPartition:
+        """What the next worker of a partition is given."""
+        entry, suspects = self.todo[partition], self.suspects.get(partition)
+        if not isinstance(entry, RolloutPartition):
+            return entry
+        entry = replace(entry, acknowledged=self.acknowledged.get(partition))
+        if suspects is None:
+            return entry
+        suspects.started()
+        return replace(
+            entry, groups=tuple(map(tuple, suspects.groups)), given_up=self.given_up.get(partition, {}),
+            suspects=suspects.known(),
+        )  # fmt: skip
+
+    def _heard(self, worker: _Worker, line: dict[str, Any]) -> None:
+        message = messages.read(line, f"{self.stage} of iteration {self.iteration}, worker {worker.index}")
+        partition: int | None = getattr(message, "partition", None)
         if partition not in self.suspects:
-            worker.still_seconds, worker.loading = 0.0, event == "finished" or (worker.loading and event != "progress")
-        if event == "ack":
-            self.acknowledged[partition] = {"epoch": message["epoch"], "tokens": message["tokens"]}
-            worker.silent_seconds = 0.0
-            if self.suspects[partition].reported(message["tokens"], message["running"], message["positions"]):
-                worker.still_seconds = 0.0
-        elif event == "waiting":
-            worker.still_seconds = worker.silent_seconds = 0.0  # the store's fault, and no trajectory's
-            tell(f"{self.stage} of iteration {self.iteration}: {message['text']}")
-        elif event == "resumed":
-            self._resumed(partition, message)
-        elif event == "progress":
-            self.progress[partition] = (message["done"], message["total"], message["unit"])
-        elif event == "finished":
-            if partition in worker.left:
-                worker.left.remove(partition)
-            done, total, unit = self.progress.get(partition, (1, 1, "partitions"))
-            self.progress[partition] = (max(done, total), total, unit)
-        if event in ("progress", "finished"):
-            self._report()
+            batch = isinstance(message, messages.Progress)
+            worker.still_seconds = 0.0
+            worker.loading = isinstance(message, messages.Finished) or (worker.loading and not batch)
+        match message:
+            case messages.Sampled():
+                self.acknowledged[message.partition] = Acknowledged(message.epoch, message.tokens)
+                worker.silent_seconds = 0.0
+                suspects = self.suspects[message.partition]
+                if suspects.reported(message.tokens, message.running, message.positions):
+                    worker.still_seconds = 0.0
+            case messages.Waiting():
+                worker.still_seconds = worker.silent_seconds = 0.0  # the store's fault, and no trajectory's
+                tell(f"{self.stage} of iteration {self.iteration}: {message.text}")
+            case messages.Resumed():
+                self._resumed(message)
+            case messages.Progress(partition=int(partition)):
+                self.progress[partition] = (message.done, message.total, message.unit)
+                self._report()
+            case messages.Finished(partition=int(partition)):
+                if partition in worker.left:
+                    worker.left.remove(partition)
+                done, total, unit = self.progress.get(partition, (1, 1, "partitions"))
+                self.progress[partition] = (max(done, total), total, unit)
+                self._report()
 
     def _report(self) -> None:
         known = list(self.progress.values())
@@ -247,14 +268,14 @@ class Pool:
             self._crashed(worker, process, limits)
         self._start(worker)
 
-    def _resumed(self, partition: int, message: dict[str, Any]) -> None:
-        before = self.resumed.get(partition, {"recovered": {}})
-        if sum(message["recovered"].values()) > sum(before["recovered"].values()):
+    def _resumed(self, message: messages.Resumed) -> None:
+        partition, before = message.partition, self.resumed.get(message.partition)
+        if sum(message.recovered.values()) > (sum(before.recovered.values()) if before else 0):
             self.attempts[partition] = 0
         self.resumed[partition] = message
-        self.suspects.setdefault(partition, Suspects(self._ids(partition))).resumed(message["recovered"])
-        if message["given_up"]:
-            self.given_up.setdefault(partition, {}).update(message["given_up"])
+        self.suspects.setdefault(partition, Suspects(self._ids(partition))).resumed(message.recovered)
+        if message.given_up:
+            self.given_up.setdefault(partition, {}).update(message.given_up)
 
     def _watch(self, worker: _Worker, seconds: float, stuck_seconds: float) -> None:
         if worker.process is None or not worker.left or worker.killed_because:
@@ -301,15 +322,15 @@ def run_workers(
     session: Session,
     stage: str,
     iteration: int,
-    work: dict[str, Any],
-    todo: Mapping[int, Any],
+    work: PoolWork,
+    todo: Mapping[int, PoolPartition],
     *,
     workers: int,
     limits: Limits,
     kill_after_tokens: int = 0,
-) -> dict[str, Any]:
-    """Execute partitions in worker processes. Returns {"drill": {...}} when a worker was killed for the drill."""
+) -> dict[str, int] | None:
+    """Execute partitions in worker processes. `Drill.result` when a worker was killed for the drill."""
     pool = Pool(session, stage, iteration, work, todo, workers)
     drill = Drill(kill_after_tokens) if kill_after_tokens else None
     pool.run(limits, drill)
-    return {"drill": drill.result(session.store, work["stage_prefix"], pool.resumed)} if drill and drill.killed else {}
+    return drill.result(session.store, work.stage_prefix, pool.resumed) if drill and drill.killed else None

@@ -11,23 +11,30 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from infra import launch
 from infra.launch import RankProcess
 from infra.terminal import tell
 from schemas import typed_json
 from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
-from schemas.work.train import TrainWork
+from schemas.work import messages
 from tasks.runs.session import Session
 from tasks.workers.pool import Limits, loading_seconds, stopping
 
 #: Told by threads beside the one that trains: no sign that training goes on.
-_BESIDE = ("stored", "notice")
+_BESIDE = (messages.CheckpointStored, messages.Notice)
+
+
+class GroupWork(Protocol):
+    """The dataclass of the ranks' work file. threads: of each rank."""
+
+    @property
+    def threads(self) -> int: ...
 
 
 def run_group(
-    session: Session, stage: str, iteration: int, work: TrainWork, *, ranks: int, limits: Limits, folder: Path
+    session: Session, stage: str, iteration: int, work: GroupWork, *, ranks: int, limits: Limits, folder: Path
 ) -> None:
     """Execute one partition. folder: of this attempt alone, for its work file.
 
@@ -85,21 +92,22 @@ class _Lives:
         self.killed_because = ""
         self._loading, self._still_seconds, self._looked = True, 0.0, time.monotonic()
 
-    def heard(self, _rank: int, message: dict[str, Any]) -> None:
-        event: str = message["event"]
-        if event not in _BESIDE:
+    def heard(self, rank: int, line: dict[str, Any]) -> None:
+        message = messages.read(line, f"{self.name}, rank {rank}")
+        if not isinstance(message, _BESIDE):
             self._still_seconds = 0.0
-        if event == "progress":
-            self._loading = False
-            self._session.progress(self._stage, message["done"], message["total"], message["unit"])
-        elif event in ("resumed", "checkpoint"):
-            self.saved = max(self.saved, message["steps"])
-        elif event == "stored":
-            self.stored = max(self.stored, message["steps"])
-        elif event == "stopped":
-            self.saved, self.stored = max(self.saved, message["saved"]), max(self.stored, message["stored"])
-        elif event in ("notice", "waiting"):
-            tell(f"{self.name}: {message['text']}")
+        match message:
+            case messages.Progress():
+                self._loading = False
+                self._session.progress(self._stage, message.done, message.total, message.unit)
+            case messages.ResumedAt() | messages.CheckpointSaved():
+                self.saved = max(self.saved, message.steps)
+            case messages.CheckpointStored():
+                self.stored = max(self.stored, message.steps)
+            case messages.Stopped():
+                self.saved, self.stored = max(self.saved, message.saved), max(self.stored, message.stored)
+            case messages.Notice() | messages.Waiting():
+                tell(f"{self.name}: {message.text}")
 
     def watch(self, processes: Sequence[RankProcess]) -> None:
         """Kills a group that stands still: a collective holds the ranks that would go on."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from schemas.errors import StageError
+from schemas.work.rollout import Strikes
 
 #: Strikes after which a trajectory is run apart. One more, alone, and it is given up.
 _SUSPECT_STRIKES = 2
@@ -31,23 +31,24 @@ class GivenUp:
 class Suspects:
     """Of one partition, over all of its workers. trajectory_ids: in the order in which a worker takes them.
 
-    before: `to_json` of an earlier driver's.
+    before: `known` of an earlier driver's.
     """
 
-    def __init__(self, trajectory_ids: Sequence[str], before: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, trajectory_ids: Sequence[str], before: Strikes | None = None) -> None:
+        before = before or Strikes()
         self._order = list(trajectory_ids)
-        self._apart: list[list[str]] = list(before["apart"]) if before else []
-        self._strikes: dict[str, int] = dict(before["strikes"]) if before else {}
-        self._struck_at: dict[str, int] = dict(before["struck_at"]) if before else {}
+        self._apart: list[list[str]] = [list(group) for group in before.apart]
+        self._strikes: dict[str, int] = dict(before.strikes)
+        self._struck_at: dict[str, int] = dict(before.struck_at)
         self._began: Mapping[str, int] = {}
         self._tokens: Mapping[str, int] = {}
         self._positions = 0
         self.running: list[str] = []
         self.struck: list[str] = []
 
-    def to_json(self) -> dict[str, Any]:
+    def known(self) -> Strikes:
         """What the past lives have shown."""
-        return {"apart": self._apart, "strikes": self._strikes, "struck_at": self._struck_at}
+        return Strikes(tuple(map(tuple, self._apart)), dict(self._strikes), dict(self._struck_at))
 
     @property
     def groups(self) -> list[list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ import pytest
 from infra import leases
 from schemas import keys, shards
 from schemas.errors import StageError
+from schemas.typed_json import from_json
+from schemas.work.rollout import RolloutWork
 from tasks.runs.session import silent
 from tasks.workers import pool as workers
 from tasks.workers.pool import Limits, Pool
@@ -48,10 +51,10 @@ class Stage:
         )
         facts = {"progress": silent, "moves": lambda: None, "store": self.site.store}
         session = SimpleNamespace(scratch=self.site.folder / "node", **facts)
-        work = {k: v for k, v in self.site.work.items() if k != "partitions"} | {
-            "scratch": str(session.scratch / "logs")
-        }
-        self.pool = Pool(session, "rollout", 0, work, {3: self.site.work["partitions"][0]}, 1)  # pyright: ignore
+        written = self.site.work | {"scratch": str(session.scratch / "logs")}
+        work = from_json(RolloutWork, written, "work")
+        todo = {entry.partition: entry for entry in work.partitions}
+        self.pool = Pool(session, "rollout", 0, replace(work, partitions=()), todo, 1)  # pyright: ignore
         self.pool.run(Limits(max_attempts=2, grace_seconds=5.0, **limits))  # pyright: ignore
 
     def drive(self, poison: dict[str, tuple[int, str]], told: Path) -> int:

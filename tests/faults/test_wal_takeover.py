@@ -13,7 +13,7 @@ from infra.store import ObjectStore
 from ml.rollout.wal import Disk, LogHeader, TokenLog
 from ml.rollout.wal_recovery import read_folder
 from schemas import keys
-from tasks.ranks.rollout import newest_log
+from tasks.ranks.rollout_log import newest_log
 from tasks.workers.logs import local_log
 from tests.faults.wal_writer import State, Writer, state_of, token_of
 

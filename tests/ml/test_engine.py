@@ -17,6 +17,7 @@ from ml.rollout.scheduler import Scheduler, Sequence
 from ml.rollout.wal import LogHeader, TokenLog
 from ml.rollout.wal_recovery import read_folder, recover
 from schemas.errors import ContractError
+from schemas.interruptions import UNINTERRUPTED
 from tests.support.rollout_world import CONFIG, KINDS, STOP, VOCABULARY, MemoryLog, engine, models, requests, run
 
 # --- values: transformers is the oracle
@@ -192,7 +193,7 @@ def test_a_log_that_ends_with_the_response_only_needs_its_finish():
     one.add(Request("full", (1,), 3, 2, (9, 10), (-1.0, -2.0), (-1.5, -2.5)))
     one.add(Request("stopped", (1,), 4, 9, (9, 7), (-1.0, -2.0), (-1.5, -2.5)))
     finished = run(one)
-    assert finished["full"] == Finished("full", (9, 10), (-1.0, -2.0), (-1.5, -2.5), "length", 0, 0)
+    assert finished["full"] == Finished("full", (9, 10), (-1.0, -2.0), (-1.5, -2.5), "length", UNINTERRUPTED)
     assert finished["stopped"].finish_reason == "stop"
     assert log.finishes == {"full": (2, "length"), "stopped": (2, "stop")}
     assert log.tokens == {}

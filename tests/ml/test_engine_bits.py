@@ -48,8 +48,8 @@ def test_company_order_chunks_and_pauses_change_no_bit(kind, compute):
             one.add(request)
         finished = run(one)
         assert [bits(finished[request.trajectory_id]) for request in everything] == wanted
-        pauses += sum(f.num_kv_restores for f in finished.values())
-        assert all(f.num_prefill_rebuilds == 0 for f in finished.values())
+        pauses += sum(f.interruptions.kv_restores for f in finished.values())
+        assert all(f.interruptions.prefill_rebuilds == 0 for f in finished.values())
     assert pauses > 0
 
 

@@ -60,7 +60,7 @@ def outcome(model) -> dict:
             kv = decode_kv(spilled[f"{name}.kv"], name, second.kv_layout, name, [*request.prompt_ids, *ids])
         second.add(replace(request, logged_ids=ids, logged_raw=raw, logged_sampled=sampled, kv=kv))
     restored = run(second)
-    assert any(f.num_kv_restores for f in restored.values())
+    assert any(f.interruptions.kv_restores for f in restored.values())
     return {"responses": {i: bits(f) for i, f in (done | restored).items()}, "spilled": spilled}
 
 

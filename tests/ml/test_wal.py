@@ -9,6 +9,7 @@ import threading
 import time
 import tracemalloc
 import zlib
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +122,7 @@ def as_plain(recovered: Recovered) -> dict:
             "prompt": (admit.prompt_tokens, admit.prompt_digest),
             "tokens": list(zip(*rows, strict=True)),
             "spill": t.spill and (t.spill.positions, t.spill.size_bytes, t.spill.digest, t.spill.key),
-            "counts": (admit.num_preemptions, admit.num_kv_restores, admit.num_prefill_rebuilds),
+            "counts": astuple(admit.interruptions),
             "intents": [(i.first_token_index, i.action) for i in t.intents],
             "finish": t.finish_reason,
         }

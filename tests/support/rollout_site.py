@@ -66,9 +66,9 @@ def run_worker(
 def run_talkative_worker(work: str, said: str, errors: str, patience_seconds: float) -> None:
     """A worker that reports every step, and whose heartbeat stops patience_seconds after the last one."""
     redirect(said, errors)
-    from tasks.ranks import rollout
+    from tasks.ranks import rollout, rollout_partition
 
-    rollout._REPORT_SECONDS = 0.0
+    rollout_partition._REPORT_SECONDS = 0.0
     assert leases.acquire.__kwdefaults__ is not None
     leases.acquire.__kwdefaults__["patience_seconds"] = patience_seconds
     leave(rollout.main([work]))
@@ -94,9 +94,10 @@ class Site:
                 "prompt": {"prompt_id": f"prompt{i // 3}", "verifier": "tests.support.verifiers:count_letters"},
             })  # fmt: skip
         self.work = {
-            "root": root, "run_id": "kills", "iteration": 0, "stage_prefix": PREFIX, "scoring": {},
-            "student": {"folder": str(model), "precision": "bf16", "digest": model_digest(model)},
-            "compute": "bf16",
+            "root": root, "run_id": "kills", "iteration": 0, "stage_prefix": PREFIX, "run_epoch": 1, "scoring": {},
+            "student": {
+                "folder": str(model), "precision": "bf16", "digest": model_digest(model), "compute": "bf16",
+            },
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2], "vocab_size": 259,
             "engine": {"max_sequences": 5, "page_tokens": 16, "kv_bytes": 1 << 22}, "ranks": 1, "threads": 1,
             "seal_seconds": 0.1, "grace_seconds": 20.0, "dead_after_seconds": DEAD_AFTER_SECONDS,

@@ -156,8 +156,8 @@ class Lives:
             if one.has_work():
                 for f in one.step():
                     self.finished[f.trajectory_id] = f
-                    self.num_restores += f.num_kv_restores
-                    self.num_rebuilds += f.num_prefill_rebuilds
+                    self.num_restores += f.interruptions.kv_restores
+                    self.num_rebuilds += f.interruptions.prefill_rebuilds
         assert isinstance(one.log, MemoryLog)
         for name, tokens in one.log.tokens.items():
             self.logged[name] = self.logged.get(name, []) + tokens

@@ -16,6 +16,8 @@ from ml.model_files import model_digest
 from ml.rollout.engine import EngineConfig, RolloutEngine
 from schemas import keys
 from schemas.rows import TRAJECTORIES, content_digest
+from schemas.typed_json import from_json
+from schemas.work.rollout import RolloutWork
 from tasks.ranks import rollout
 from tests.support.rollout_site import DEAD_AFTER_SECONDS
 from tests.support.tiny import tiny_model
@@ -53,9 +55,9 @@ def outcome(folder: Path, model: Path, partitions: list[dict[str, Any]]) -> dict
     folder.mkdir()
     work = {
         "root": str(folder / "data"), "scratch": str(folder / "scratch"), "run_id": "r", "iteration": 0,
-        "stage_prefix": PREFIX,
-        "student": {"folder": str(model), "precision": "bf16", "digest": model_digest(model)},
-        "compute": "bf16", "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2],
+        "stage_prefix": PREFIX, "run_epoch": 1,
+        "student": {"folder": str(model), "precision": "bf16", "digest": model_digest(model), "compute": "bf16"},
+        "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2],
         "vocab_size": 259, "engine": {"max_sequences": 5, "page_tokens": 16, "kv_bytes": 1 << 22}, "ranks": 1,
         "threads": 1, "seal_seconds": 0.1, "grace_seconds": 20.0, "dead_after_seconds": DEAD_AFTER_SECONDS,
         "verifier": {"timeout_seconds": 30.0, "memory_bytes": 4 << 30}, "max_verifier_failures": 0,
@@ -64,7 +66,7 @@ def outcome(folder: Path, model: Path, partitions: list[dict[str, Any]]) -> dict
     path = folder / "work.json"
     path.write_text(json.dumps(work))
     handler = signal.getsignal(signal.SIGTERM)
-    worker = rollout.Worker(work, path, lambda event, **fields: None, rollout.StopSignal())
+    worker = rollout.Worker(from_json(RolloutWork, work, "work"), path, lambda message: None, rollout.StopSignal())
     signal.signal(signal.SIGTERM, handler)
     worker.run()
     left = {}

@@ -27,6 +27,7 @@ from schemas import keys, shards
 from schemas.errors import ContractError, FormatError
 from schemas.rows import HIDDEN_SHARDS
 from schemas.typed_json import from_json
+from schemas.work.messages import Message
 from schemas.work.teach import TeachWork
 from tasks.ranks.teach import HiddenWriter, Worker
 from tests.support.tiny import tiny_model
@@ -136,8 +137,8 @@ def test_states_land_where_the_rows_say(models, tmp_path):
 def test_a_rerun_is_a_no_op_and_another_batching_gives_the_same_bytes(models, tmp_path):
     events: list[str] = []
 
-    def say(event: str, **_: Any) -> None:
-        events.append(event)
+    def say(message: Message) -> None:
+        events.append(message.event)
 
     work, _ = make_work(tmp_path / "data", models[:1])
     worker(work, say).run()
@@ -171,7 +172,7 @@ def test_a_teacher_that_was_replaced_does_not_teach(models, tmp_path):
     config = tmp_path / "teacher" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.5}))
     with pytest.raises(ContractError, match=r"config\.json"):
-        worker(work, lambda *a, **k: None).run()
+        worker(work, lambda message: None).run()
     assert manifests(work) == []
 
 
@@ -179,7 +180,7 @@ def test_a_range_beyond_the_shard_is_refused(models, tmp_path):
     work, _ = make_work(tmp_path / "data", models[:1])
     work["partitions"][0]["items"][3]["response_tokens"] += 1
     with pytest.raises(ContractError, match="tokens/0"):
-        worker(work, lambda *a, **k: None).run()
+        worker(work, lambda message: None).run()
 
 
 def test_sigterm_releases_the_partition(models, tmp_path):

@@ -160,7 +160,7 @@ def test_a_killed_rank_continues_from_its_checkpoint_with_the_same_bytes(base, s
     torn = next(scratch.glob("*/e*/step-*/state.json")).parent
     (torn.parent / "step-000099").mkdir()  # a checkpoint whose marker was never written
     told = events(work)
-    resumed = [e for e in told if e["event"] == "resumed"]
+    resumed = [e for e in told if e["event"] == "resumed_at"]
     assert len(resumed) == 1
     assert 1 <= resumed[0]["steps"] < STEPS
     assert content(work) == content(straight[0])

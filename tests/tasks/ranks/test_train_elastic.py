@@ -55,7 +55,7 @@ def killed(work: Path, ranks: int, after: int) -> list[dict[str, Any]]:
 
 
 def resumed_at(told: list[dict[str, Any]]) -> list[int]:
-    return [message["steps"] for message in told if message["event"] == "resumed"]
+    return [message["steps"] for message in told if message["event"] == "resumed_at"]
 
 
 def tensors(work: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -99,7 +99,7 @@ def test_a_stop_keeps_the_last_step_and_another_node_goes_on_with_the_same_bytes
     shutil.rmtree(scratch(work))
     change_work(work, slow=0.0)
     heir = events(work, ranks)
-    assert [m["steps"] for m in said(heir, "resumed")] == [told["steps"]]
+    assert [m["steps"] for m in said(heir, "resumed_at")] == [told["steps"]]
     assert content(work) == content(straight(ranks, stage))
     assert rows_of(work) == rows_of(straight(ranks, stage))
 
@@ -126,7 +126,7 @@ def test_a_store_that_is_too_slow_for_the_grace_leaves_this_nodes_checkpoint(bas
     assert (told["saved"], told["stored"]) == (told["steps"], 0)
     assert stored(work) == []
     change_work(work, slow=0.0, slow_checkpoints=0)
-    assert [m["steps"] for m in said(events(work), "resumed")] == [told["steps"]]
+    assert [m["steps"] for m in said(events(work), "resumed_at")] == [told["steps"]]
     assert content(work) == content(straight(1, 1))
 
 
@@ -166,7 +166,7 @@ def test_of_a_damaged_checkpoint_the_older_one_beside_it_is_taken_and_said(base,
         path.write_bytes(data[:-1] if damage == "marker" else data[:-1] + bytes([data[-1] ^ 1]))
     change_work(work, slow=0.0)
     told = events(work)
-    resumed = [m["steps"] for m in said(told, "resumed")]
+    resumed = [m["steps"] for m in said(told, "resumed_at")]
     assert resumed == ([] if damage == "all" else [int(whole[-2].name[-6:])])
     notices = [m["text"] for m in said(told, "notice")]
     assert len(notices) == (len(whole) if damage == "all" else 1)

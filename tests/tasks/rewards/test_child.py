@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -92,20 +92,15 @@ def test_a_verifier_that_is_not_there_is_a_config_error(name, found):
 
 def test_failures_are_an_error_unless_allowed_then_null_and_counted(model):
     def rewarder(allowed: int) -> Rewarder:
-        return Rewarder(
-            {"student": {"folder": str(model)}, "verifier": asdict(SETTINGS), "max_verifier_failures": allowed}
-        )
+        return Rewarder(model, SETTINGS, allowed)
 
-    request = {"prompt": PROMPT | {"verifier": "tests.support.verifiers:fails"}}
+    request = PROMPT | {"verifier": "tests.support.verifiers:fails"}
     with rewarder(0) as strict, pytest.raises(StageError, match="no such answer") as caught:
         strict(request, [70, 71])
     assert "max_verifier_failures" in caught.value.next_command
     with rewarder(2) as lenient:
-        assert lenient({"prompt": PROMPT | {"verifier": None}}, [70]) is None
-        assert (
-            lenient({"prompt": PROMPT | {"verifier": "tests.support.verifiers:count_letters"}}, [70, 71, 2])
-            == 2 + 2 / 16
-        )
+        assert lenient(PROMPT | {"verifier": None}, [70]) is None
+        assert lenient(PROMPT | {"verifier": "tests.support.verifiers:count_letters"}, [70, 71, 2]) == 2 + 2 / 16
         assert lenient.failures == 0
         assert [lenient(request, [70]), lenient(request, [70])] == [None, None]
         assert lenient.failures == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,12 @@ from tasks.runs.session import silent
 from tasks.workers import pool as workers
 from tasks.workers.pool import Limits, work_folder
 from tasks.workers.rank_group import run_group
+
+
+@dataclass(frozen=True)
+class Work:
+    threads: int = 1
+
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -45,7 +52,7 @@ class Site:
     def run(self, ranks: int = 1, stuck_seconds: float = 60.0, grace_seconds: float = 20.0) -> None:
         folder = work_folder(self.session, "train", 3)
         limits = Limits(3, grace_seconds, stuck_seconds)
-        run_group(self.session, "train", 3, {"threads": 1}, ranks=ranks, limits=limits, folder=folder)
+        run_group(self.session, "train", 3, Work(), ranks=ranks, limits=limits, folder=folder)
 
     def lives(self) -> int:
         return len((self.folder / "lives0").read_text())
@@ -70,7 +77,7 @@ def test_a_step_that_kills_its_group_ends_the_stage(tmp_path, monkeypatch):
     site = Site(
         tmp_path, monkeypatch,
         """
-        say("resumed", steps=16 if life > 2 else 8)
+        say("resumed_at", steps=16 if life > 2 else 8)
         progress()
         sys.exit(1)
         """,
