@@ -29,7 +29,7 @@ from infra.store import ObjectStore
 from schemas import keys
 from schemas.errors import ContractError, FormatError, StoreError
 
-__all__ = ["Finished", "Lease", "Superseded", "acquire", "finished", "release", "revoke"]
+__all__ = ["Finished", "Lease", "Superseded", "acquire", "finish_with", "finished", "release", "revoke"]
 
 _log = logging.getLogger(__name__)
 
@@ -297,6 +297,13 @@ def _refuse_own(owned: str, lease: dict[str, Any], wait: bool) -> None:
             safe="the owner's work goes on",
             next_command="let the work that holds it end first (in a notebook: close the session), or restart it",
         )  # fmt: skip
+
+
+def finish_with(owned: Lease | Finished, make: Callable[[Lease], dict[str, Any]]) -> None:
+    """Make what is not finished yet: the manifest that make(lease) returns ends the lease, an exception releases it."""
+    if isinstance(owned, Lease):
+        with owned:
+            owned.finish(make(owned))
 
 
 def _refuse_older(owned: str, lease: dict[str, Any], run_epoch: int | None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from schemas.keys import digest
+from schemas.keys import canonical_json, digest
 
 #: Column types, spelt as Spark SQL spells them.
 TYPES = ("string", "int", "bigint", "float", "double", "boolean", "array<bigint>",
@@ -174,6 +174,21 @@ STAGE_RUNS = _table(
 TABLES: dict[str, Table] = {
     t.name: t for t in (PROMPTS, TRAJECTORIES, HIDDEN_SHARDS, PLAN, CHECKPOINTS, METRICS, STAGE_RUNS)
 }
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Rows as an object holds them: canonical JSON, one a line."""
+    return b"".join(canonical_json(row) + b"\n" for row in rows)
+
+
+def metric_row(
+    run_id: str, iteration: int, stage: str, name: str, value: float, *, step: int = 0, teacher_index: int | None = None
+) -> dict[str, Any]:
+    """A row of opd.metrics. teacher_index: None of a value that is no teacher's own."""
+    return {
+        "run_id": run_id, "iteration": iteration, "stage": stage, "step": step, "name": name,
+        "teacher_index": teacher_index, "value": value,
+    }  # fmt: skip
 
 
 def _canonical(value: Any) -> Any:

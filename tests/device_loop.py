@@ -34,6 +34,8 @@ from kernels.testing import relative_error
 from ml.model_files import model_digest, model_digests
 from schemas import keys
 from schemas.config import Train
+from schemas.typed_json import to_json
+from tasks.stages.train import train_settings
 from tests.support.random_models import SHAPES, random_model
 from tests.support.tiny import tiny_model
 
@@ -105,6 +107,9 @@ class Loop:
 
     # --- stages
 
+    def model(self, folder: Path, precision: str, compute: str) -> dict[str, str]:
+        return {"folder": str(folder), "digest": model_digest(folder), "precision": precision, "compute": compute}
+
     def rollout_work(self, name: str, precision: str) -> dict[str, Any]:
         rng = np.random.default_rng(5)
         partitions = []
@@ -122,9 +127,8 @@ class Loop:
             partitions.append({"partition": partition, "requests": requests})
         return {
             "root": str(self.root), "run_id": name, "iteration": 0,
-            "stage_prefix": f"runs/{name}/00000/rollout/f", "scoring": {},
-            "student": {"folder": str(self.student), "precision": precision, "digest": model_digest(self.student)},
-            "compute": "bf16",
+            "stage_prefix": f"runs/{name}/00000/rollout/f", "run_epoch": 1, "scoring": {},
+            "student": self.model(self.student, precision, "bf16"),
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, "stop_ids": [2],
             "vocab_size": self.vocab_size, "threads": THREADS, "scratch": str(self.folder / f"{name}-scratch"),
             "engine": {"max_sequences": 64, "page_tokens": 64, "kv_bytes": 1 << 30}, "ranks": 1,
@@ -151,18 +155,17 @@ class Loop:
         for number in range(4):  # two a teacher, so that the second one finds its model loaded
             part = rows[number % 2 :: 2]
             partitions.append({
-                "partition": number, "owned": f"runs/{name}/00000/teach/f/p{number:05d}",
-                "teacher_index": number // 2, "teacher_id": f"teacher-{number // 2}",
-                "model": str(self.teachers[number // 2]), "digest": model_digest(self.teachers[number // 2]),
-                "precision": precision, "compute": compute,
+                "partition": number, "teacher_index": number // 2, "teacher_id": f"teacher-{number // 2}",
+                "model": self.model(self.teachers[number // 2], precision, compute),
                 "items": [
                     {f: r[f] for f in ("trajectory_id", "shard_key", "shard_digest", "first_row", "response_tokens")}
                     | {"context_ids": prompts[r["trajectory_id"]]}
                     for r in part
                 ],
             })  # fmt: skip
-        return {"root": str(self.root), "run_id": name, "iteration": 0, "batch_tokens": 16384, "threads": THREADS,
-                "dead_after_seconds": 60.0, "partitions": partitions}  # fmt: skip
+        return {"root": str(self.root), "run_id": name, "iteration": 0, "stage_prefix": f"runs/{name}/00000/teach/f",
+                "run_epoch": 1, "batch_tokens": 16384, "threads": THREADS, "dead_after_seconds": 60.0,
+                "partitions": partitions}  # fmt: skip
 
     def hidden_rows(self, name: str) -> list[dict[str, Any]]:
         manifests = [self.manifest(f"runs/{name}/00000/teach/f/p{number:05d}") for number in range(4)]
@@ -198,15 +201,15 @@ class Loop:
         train = {"learning_rate": 1e-5, "gradient_clip": 1e9, "save_every_steps": 0, "loader_bytes": 1 << 30}
         return {
             "root": str(self.root), "run_id": name, "iteration": 0, "owned": f"runs/{name}/00000/train/f/p00000",
-            "seed": 0, "student_folder": str(self.student), "student_version": model_digest(self.student),
-            "precision": precision,
-            "compute": compute, "optimizer_from": None, "threads": THREADS, "slots": 2, "page_tokens": 64,
+            "run_epoch": 1, "student": self.model(self.student, precision, compute), "optimizer_from": None,
+            "threads": THREADS, "page_tokens": 64,
             "plan_rows_path": str(self.folder / f"{name}-plan.jsonl"),
             "trajectory_rows_path": str(self.folder / f"{name}-trajectories.jsonl"),
             "hidden_rows_path": str(self.folder / f"{name}-hidden.jsonl"),
-            "teachers": [{"teacher_index": i, "folder": str(t), "head_digest": model_digests(t).head}
+            "teachers": [{"teacher_index": i, "folder": str(t), "digest": model_digests(t).head}
                          for i, t in enumerate(self.teachers)],
-            "vocab_size": self.vocab_size, "train": Train.model_validate(train | settings).model_dump(),
+            "vocab_size": self.vocab_size,
+            "settings": to_json(train_settings(Train.model_validate(train | settings))),
             "scratch": str(self.folder / f"{name}-scratch"),
             "dead_after_seconds": 60.0,
         }  # fmt: skip

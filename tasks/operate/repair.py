@@ -24,7 +24,7 @@ from infra.store import ObjectStore
 from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ContractError, FormatError, OpdError, StageError, StoreError
-from schemas.rows import PROMPTS, TABLES, content_digest
+from schemas.rows import PROMPTS, TABLES, content_digest, json_lines
 from tasks.operate.objects import digest_of
 from tasks.runs.finished import past_stage
 from tasks.runs.manifests import read_partition, read_revoked
@@ -286,7 +286,7 @@ class _Repair:
                     if row.get("partition", partition) == partition
                     and row.get("object_key", owned + "/").startswith(owned + "/")
                 ]  # fmt: skip
-                data = b"".join(keys.canonical_json(row) + b"\n" for row in own)
+                data = json_lines(own)
                 if keys.digest_bytes(data) == of_partition["rows_digest"]:
                     if not self.dry_run:
                         self.store.put(key, data)
@@ -309,7 +309,7 @@ class _Repair:
             return
         if not self.dry_run:
             rows = tables.read_rows(self.root, table, entry["slice"])
-            self.store.put(key, b"".join(keys.canonical_json(row) + b"\n" for row in rows))
+            self.store.put(key, json_lines(rows))
         self.found(key, found, f"written from opd.{table}")
 
     def _revoke(self, prefix: str, manifest: dict[str, Any], partition: int, epoch: int, why: str) -> None:

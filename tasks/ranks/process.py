@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from infra import waiting
+from infra import leases, waiting
+from infra.store import ObjectStore
 from schemas import typed_json
 from schemas.errors import OpdError
 from schemas.work import messages
@@ -55,6 +56,28 @@ def say(message: Message) -> None:
     """To the parent, whole, from any thread."""
     with _saying:
         print(messages.write(message), end="", flush=True)
+
+
+class OwnedWork(Protocol):
+    """Fields of a work file that say how its partitions are owned."""
+
+    @property
+    def run_epoch(self) -> int: ...
+    @property
+    def dead_after_seconds(self) -> float: ...
+
+
+def own(
+    store: ObjectStore, owned: str, work: OwnedWork, owner: dict[str, str | int], say: Say
+) -> leases.Lease | leases.Finished:  # fmt: skip
+    """A partition for this rank, or what it was finished with; the parent is told for whom it waits.
+
+    owner: facts for people. Errors as `leases.acquire`.
+    """
+    return leases.acquire(
+        store, owned, owner=owner, dead_after_seconds=work.dead_after_seconds, run_epoch=work.run_epoch,
+        on_wait=lambda text: say(messages.Waiting(text)),
+    )  # fmt: skip
 
 
 def _say_wait(text: str) -> None:

@@ -32,7 +32,7 @@ from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError
 from schemas.work import messages
 from schemas.work.rollout import RolloutPartition, RolloutRequest, RolloutWork
-from tasks.ranks.process import Preempted, Say, StopSignal, run_rank, say
+from tasks.ranks.process import Preempted, Say, StopSignal, own, run_rank, say
 from tasks.ranks.rollout_partition import Partition
 from tasks.ranks.rollout_results import publish
 from tasks.ranks.shared_student import load_student
@@ -112,13 +112,8 @@ class Worker:
         owned = keys.partition_prefix(self.work.stage_prefix, entry.partition)
         owner = {"stage": "rollout", "partition": entry.partition}
         with self.stop.at_once():
-            lease = leases.acquire(
-                self.store, owned, owner=owner, dead_after_seconds=self.work.dead_after_seconds,
-                run_epoch=self.work.run_epoch, on_wait=lambda text: self.say(messages.Waiting(text)),
-            )  # fmt: skip
-        if isinstance(lease, leases.Lease):
-            with lease:
-                lease.finish(self._partition(lease, entry, rewarder))
+            lease = own(self.store, owned, self.work, owner, self.say)
+        leases.finish_with(lease, lambda lease: self._partition(lease, entry, rewarder))
         # The store has every segment; on this node nobody will look for them again.
         shutil.rmtree(self.scratch / owned, ignore_errors=True)
         self.say(messages.Finished(lease.epoch, entry.partition))

@@ -17,6 +17,7 @@ import numpy as np
 from infra.store import ObjectStore
 from schemas import keys, shards
 from schemas.interruptions import UNINTERRUPTED, Interruptions
+from schemas.rows import json_lines
 from schemas.work.rollout import RolloutRequest
 
 
@@ -59,7 +60,7 @@ def publish(
         rows.append(common | placed | start | _row(request, response, value))
         first_prompt_row += len(request.prompt_ids)
         first_row += len(response.ids)
-    rows_data = b"".join(keys.canonical_json(row) + b"\n" for row in rows)
+    rows_data = json_lines(rows)
     store.put(key("rows.jsonl"), rows_data)
     sums = ("sampled_tokens", "num_preemptions", "num_kv_restores", "num_prefill_rebuilds")
     return {

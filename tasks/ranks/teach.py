@@ -8,6 +8,7 @@ work and exits with status 75; partitions before it are finished.
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 import time
@@ -27,10 +28,11 @@ from ml.model import Transformer
 from ml.teacher import Reading, hidden_states
 from schemas import keys, shards
 from schemas.errors import EXIT_PREEMPTED, ContractError, FormatError
+from schemas.rows import json_lines
 from schemas.work import messages
 from schemas.work.model import ModelSource
 from schemas.work.teach import TeachItem, TeachPartition, TeachWork
-from tasks.ranks.process import Say, run_rank, say
+from tasks.ranks.process import Say, own, run_rank, say
 
 OBJECT_BYTES = 32 << 20
 
@@ -92,7 +94,7 @@ class HiddenWriter:
     def finish(self) -> dict[str, Any]:
         """Writes what is left and the rows; gives the partition manifest, without stats."""
         self._flush()
-        data = b"".join(keys.canonical_json(row) + b"\n" for row in self.rows)
+        data = json_lines(self.rows)
         key = keys.owned_object(self._lease.owned, self._lease.epoch, "rows.jsonl")
         self._store.put(key, data)
         return {
@@ -150,13 +152,8 @@ class Worker:
         for entry in self.work.partitions:
             owned = keys.partition_prefix(self.work.stage_prefix, entry.partition)
             owner = {"stage": "teach", "partition": entry.partition}
-            lease = leases.acquire(
-                self.store, owned, owner=owner, dead_after_seconds=self.work.dead_after_seconds,
-                run_epoch=self.work.run_epoch, on_wait=lambda text: self.say(messages.Waiting(text)),
-            )  # fmt: skip
-            if isinstance(lease, leases.Lease):
-                with lease:
-                    lease.finish(self._partition(lease, entry))
+            lease = own(self.store, owned, self.work, owner, self.say)
+            leases.finish_with(lease, functools.partial(self._partition, entry))
             self.say(messages.Finished(lease.epoch, entry.partition))
 
     def _teacher(self, wanted: ModelSource) -> Transformer:
@@ -169,7 +166,7 @@ class Worker:
             self._model = (wanted, model)
         return self._model[1]
 
-    def _partition(self, lease: leases.Lease, entry: TeachPartition) -> dict[str, Any]:
+    def _partition(self, entry: TeachPartition, lease: leases.Lease) -> dict[str, Any]:
         started = time.monotonic()
         with lease.patience(leases.LONG_SECONDS):
             model = self._teacher(entry.model)

@@ -46,12 +46,13 @@ from ml.train.state import State, load_state, save_state
 from schemas import keys
 from schemas.config import compute_dtype
 from schemas.errors import EXIT_PREEMPTED, ContractError, OpdError
+from schemas.rows import json_lines, metric_row
 from schemas.work import messages
 from schemas.work.messages import Message
 from schemas.work.train import OptimizerSettings, TrainWork
 from tasks.ranks.checkpoints import Checkpoints
 from tasks.ranks.checkpoints import put_file as _put_file
-from tasks.ranks.process import Preempted, StopSignal, run_rank, say
+from tasks.ranks.process import Preempted, StopSignal, own, run_rank, say
 
 _EXPORT_SHARD_BYTES = 1 << 30
 _PREFIX = "transformer."
@@ -79,8 +80,8 @@ class Notes:
     def metric(self, step: int, name: str, teacher_index: int | None, value: float) -> None:
         if not math.isfinite(value):
             raise ContractError(f"metric {name}, step {step}", expected="a finite number", found=str(value))
-        row = {"run_id": self.work.run_id, "iteration": self.work.iteration, "stage": "train", "step": step,
-               "name": name, "teacher_index": teacher_index, "value": value}  # fmt: skip
+        work = self.work
+        row = metric_row(work.run_id, work.iteration, "train", name, value, step=step, teacher_index=teacher_index)
         self.rows.append(row)
         self.new.append(row)
 
@@ -108,10 +109,7 @@ def run(work: TrainWork, stop: StopSignal) -> None:
         return
     owner = {"stage": "train", "iteration": work.iteration}
     with stop.at_once():
-        lease = leases.acquire(
-            store, work.owned, owner=owner, dead_after_seconds=work.dead_after_seconds,
-            run_epoch=work.run_epoch, on_wait=lambda text: say(messages.Waiting(text)),
-        )  # fmt: skip
+        lease = own(store, work.owned, work, owner, say)
     if _told(isinstance(lease, leases.Finished)) or isinstance(lease, leases.Finished):
         say(messages.Finished(lease.epoch))
         return
@@ -352,7 +350,7 @@ def _export(
             key = keys.owned_object(lease.owned, lease.epoch, f"{group}/{path.name}")
             objects.append({"group": group, "name": path.name, "key": key, **_put_file(store, key, path)})
             notes.say(messages.Working(f"upload of {group}/{path.name}"))
-    data = b"".join(keys.canonical_json(row) + b"\n" for row in notes.rows)
+    data = json_lines(notes.rows)
     rows_key = keys.owned_object(lease.owned, lease.epoch, "rows.jsonl")
     store.put(rows_key, data)
     checkpoint = {

@@ -17,7 +17,7 @@ from typing import Any
 from infra import leases, tables
 from schemas import keys
 from schemas.errors import ContractError, FormatError, StageError
-from schemas.rows import TABLES, content_digest
+from schemas.rows import TABLES, content_digest, json_lines
 from tasks.runs.finished import STAGES, StageResult, identity_at, past_stage
 from tasks.runs.manifests import read_identity, read_partition, read_revoked, read_stage
 from tasks.runs.records import differences
@@ -238,7 +238,7 @@ def _execute(
     further["stage_runs"] = _stage_runs(session, stage, mark, done)
     for table, derived in further.items():
         key = keys.derived_rows(prefix, table, content_digest(TABLES[table], derived, observed=True))
-        session.store.put(key, b"".join(keys.canonical_json(row) + b"\n" for row in derived))
+        session.store.put(key, json_lines(derived))
         entries[table] = table_entry(table, place, [key], derived)
     objects = [[o["digest"] for o in m["objects"]] for m in manifests.values()]
     content = {table: entry["digest"] for table, entry in entries.items()}

@@ -8,6 +8,7 @@ from typing import Any
 from infra import leases
 from infra.terminal import tell
 from schemas import keys
+from schemas.rows import metric_row
 from tasks.runs.finished import StageResult
 from tasks.runs.session import Session
 from tasks.runs.stage import Stage, run_stage, version_of
@@ -24,6 +25,37 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
     def partitions() -> dict[int, Any]:
         return {0: None}
 
+    def make_plan(lease: leases.Lease) -> dict[str, Any]:
+        session.progress("dispatch", 0, 1, "plan")
+        prompts = prompt_entries(session.store, session.prompts[0])
+        versions = {
+            "prompts": version_of(session, "prompts", prompts),
+            "trajectories": version_of(session, "trajectories", [rollout.manifest["tables"]["trajectories"]]),
+            "hidden_shards": version_of(session, "hidden_shards", [teach.manifest["tables"]["hidden_shards"]]),
+        }
+        plan = session.spark.call(
+            build_plan,
+            root=config.data,
+            run_id=config.run_id,
+            iteration=iteration,
+            versions=versions,
+            seed=config.seed,
+            teachers=[
+                {"teacher_id": t.id, "weight": t.weight} for t in map(config.teacher, range(len(config.teachers)))
+            ],
+            mini_batch_trajectories=config.dispatch.mini_batch_trajectories,
+            pack_tokens=config.dispatch.pack_tokens,
+            slots=config.dispatch.slots,
+            out_key=keys.owned_object(lease.owned, lease.epoch, "plan.jsonl"),
+        )
+        return {
+            "objects": [],
+            "rows_key": plan["rows_key"],
+            "rows_digest": plan["rows_digest"],
+            "num_rows": plan["num_rows"],
+            "stats": plan["stats"],
+        }
+
     def execute(prefix: str, _todo: dict[int, Any]) -> None:
         owned = keys.partition_prefix(prefix, 0)
         # The Spark child is at work as long as the call lasts, and the session's own lease moves with it.
@@ -31,51 +63,17 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
             session.store, owned, owner={"stage": "dispatch"}, dead_after_seconds=_DEAD_AFTER_SECONDS,
             run_epoch=session.run_epoch, patience_seconds=math.inf, on_wait=tell,
         )  # fmt: skip
-        if isinstance(lease, leases.Finished):
-            return
-        with lease:
-            session.progress("dispatch", 0, 1, "plan")
-            prompts = prompt_entries(session.store, session.prompts[0])
-            versions = {
-                "prompts": version_of(session, "prompts", prompts),
-                "trajectories": version_of(session, "trajectories", [rollout.manifest["tables"]["trajectories"]]),
-                "hidden_shards": version_of(session, "hidden_shards", [teach.manifest["tables"]["hidden_shards"]]),
-            }
-            plan = session.spark.call(
-                build_plan,
-                root=config.data,
-                run_id=config.run_id,
-                iteration=iteration,
-                versions=versions,
-                seed=config.seed,
-                teachers=[
-                    {"teacher_id": t.id, "weight": t.weight} for t in map(config.teacher, range(len(config.teachers)))
-                ],
-                mini_batch_trajectories=config.dispatch.mini_batch_trajectories,
-                pack_tokens=config.dispatch.pack_tokens,
-                slots=config.dispatch.slots,
-                out_key=keys.owned_object(owned, lease.epoch, "plan.jsonl"),
-            )
-            lease.finish(
-                {
-                    "objects": [],
-                    "rows_key": plan["rows_key"],
-                    "rows_digest": plan["rows_digest"],
-                    "num_rows": plan["num_rows"],
-                    "stats": plan["stats"],
-                }
-            )
+        leases.finish_with(lease, make_plan)
         session.progress("dispatch", 1, 1, "plan")
 
     def derive(manifests: dict[int, dict[str, Any]], _rows: list[dict[str, Any]]):
         stats = manifests[0]["stats"]
         observed = {"seconds"}
         metrics = [
-            {"run_id": config.run_id, "iteration": iteration, "stage": "dispatch", "step": 0, "name": name,
-             "teacher_index": None, "value": float(value)}
+            metric_row(config.run_id, iteration, "dispatch", name, float(value))
             for name, value in sorted(stats.items())
             if name not in observed
-        ]  # fmt: skip
+        ]
         return {"metrics": metrics}, stats
 
     stage = Stage(

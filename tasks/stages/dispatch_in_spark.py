@@ -22,6 +22,7 @@ from infra.stores import open_store
 from ml import packing
 from schemas import keys, rows
 from schemas.errors import ConfigError, ContractError
+from schemas.rows import json_lines
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -88,7 +89,7 @@ def build_plan(
         {**base, **row} for step, batch in enumerate(batches) for row in _pack(batch, step, pack_tokens, slots)
     ] + [{**base, **row} for row in _pack(heldout, 0, pack_tokens, slots)]  # fmt: skip
     plan = rows.sort_rows(rows.PLAN, plan)
-    data = b"".join(keys.canonical_json(row) + b"\n" for row in plan)
+    data = json_lines(plan)
     open_store(root).put(out_key, data)
     train_rows = [row for row in plan if row["split"] == "train"]
     packs = {(row["step"], row["pack_id"]) for row in train_rows}

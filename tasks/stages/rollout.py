@@ -15,6 +15,7 @@ from typing import Any
 
 from schemas import keys
 from schemas.config import RunConfig, compute_dtype
+from schemas.rows import metric_row
 from schemas.typed_json import to_json
 from schemas.work.model import ModelSource
 from schemas.work.rollout import EngineSizes, RolloutPartition, RolloutRequest, RolloutWork, SamplingSettings
@@ -82,8 +83,7 @@ def _content(request: RolloutRequest) -> dict[str, Any]:
 
 def _metrics(run_id: str, iteration: int, rows: list[dict[str, Any]], verifier_failures: int) -> list[dict[str, Any]]:
     def metric(name: str, value: float) -> dict[str, Any]:
-        return {"run_id": run_id, "iteration": iteration, "stage": "rollout", "step": 0, "name": name,
-                "teacher_index": None, "value": value}  # fmt: skip
+        return metric_row(run_id, iteration, "rollout", name, value)
 
     metrics = [
         metric("trajectories", float(len(rows))),

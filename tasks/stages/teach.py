@@ -11,6 +11,7 @@ from typing import Any
 
 from schemas.config import compute_dtype
 from schemas.errors import ContractError
+from schemas.rows import metric_row
 from schemas.typed_json import to_json
 from schemas.work.model import ModelSource
 from schemas.work.teach import TeachItem, TeachPartition, TeachWork
@@ -102,10 +103,9 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
     def derive(_manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
         tokens = {i: sum(r["rows"] for r in rows if r["teacher_index"] == i) for i in range(len(config.teachers))}
         metrics = [
-            {"run_id": config.run_id, "iteration": iteration, "stage": "teach", "step": 0, "name": "hidden_rows",
-             "teacher_index": index, "value": float(count)}
+            metric_row(config.run_id, iteration, "teach", "hidden_rows", float(count), teacher_index=index)
             for index, count in tokens.items()
-        ]  # fmt: skip
+        ]
         return {"metrics": metrics}, {"hidden_rows": {config.teacher_ids[i]: n for i, n in tokens.items()}}
 
     stage = Stage(

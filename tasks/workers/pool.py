@@ -25,6 +25,7 @@ from infra.terminal import tell
 from infra.threads import at_once
 from schemas import keys, typed_json
 from schemas.errors import EXIT_PREEMPTED, StageError, error_from_json
+from schemas.rows import json_lines
 from schemas.work import messages
 from schemas.work.rollout import Acknowledged, RolloutPartition, RolloutWork
 from schemas.work.teach import TeachPartition, TeachWork
@@ -51,7 +52,7 @@ def loading_seconds(stuck_seconds: float) -> float:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
     """A local JSONL file for a rank to read; its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(keys.canonical_json(row) + b"\n" for row in rows))
+    path.write_bytes(json_lines(rows))
     return str(path)
 
 

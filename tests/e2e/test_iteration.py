@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra import tables
+from tasks.runs.finished import STAGES
 from tests.support import prefect_server
 from tests.support.prefect_server import ask
 from tests.support.tiny import tiny_model
@@ -122,7 +123,7 @@ def test_the_server_shows_runs_tasks_and_artifacts(finished, prefect_api):
     names = {run["name"]: run["state_type"] for run in flow_runs}
     assert names["tiny"] == names["tiny 0"] == names["tiny 1"] == "COMPLETED"
     task_runs = {run["name"]: run["state_type"] for run in ask(f"{prefect_api}/task_runs/filter", {})}
-    assert {f"{stage} {i}" for i in (0, 1) for stage in ("rollout", "teach", "dispatch", "train")} <= set(task_runs)
+    assert {f"{stage} {i}" for i in (0, 1) for stage in STAGES} <= set(task_runs)
     artifacts = {a["key"]: a for a in ask(f"{prefect_api}/artifacts/latest/filter", {})}
     assert "| opd.metrics |" in artifacts["tiny-train"]["data"]
     assert any(row["name"] == "heldout_kl_after" for row in json.loads(artifacts["tiny-train-metrics"]["data"]))
@@ -133,9 +134,7 @@ def test_the_loop_closes(finished):
     assert "0 acknowledged tokens lost, 0 regenerated" in out
     assert "opd verify tiny" in out
     assert "0 breaches" in opd("verify", "tiny", "--data", folder / "data")
-    assert set(output_digests(folder / "data")) == {
-        (i, stage) for i in (0, 1) for stage in ("rollout", "teach", "dispatch", "train")
-    }
+    assert set(output_digests(folder / "data")) == {(i, stage) for i in (0, 1) for stage in STAGES}
 
 
 def test_the_trainer_sees_the_weights_that_have_sampled(finished):

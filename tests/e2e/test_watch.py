@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.runs.finished import STAGES
 from tests.e2e.test_iteration import REPOSITORY, opd, output_digests, write_config
 from tests.support import prefect_server
 from tests.support.prefect_server import ask
@@ -99,5 +100,5 @@ def test_a_campaign_whose_worker_and_process_are_killed_goes_on(prefect_api, tmp
     with worker(tmp_path):
         until(lambda: flow_runs(prefect_api)[second["id"]]["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), log)
     assert flow_runs(prefect_api)[second["id"]]["state_type"] == "COMPLETED", log.read_text()[-4000:]
-    assert set(output_digests(tmp_path / "data")) == {(0, s) for s in ("rollout", "teach", "dispatch", "train")}
+    assert set(output_digests(tmp_path / "data")) == {(0, s) for s in STAGES}
     assert NOTHING in opd("watch")

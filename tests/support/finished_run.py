@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from infra import leases, tables
 from infra.store import ObjectStore
 from infra.stores import open_store
 from schemas import keys, shards
-from schemas.rows import TABLES
+from schemas.rows import TABLES, json_lines
+from tasks.runs.finished import STAGES
 from tasks.runs.stage import table_entry
 
 RUN_ID = "made"
 #: As version 0.1 wrote it, which had no identities of stages.
 RECORD = {"config": {}, "models": {}, "prompt_files": [], "student_path": "s"}
-STAGES = ("rollout", "teach", "dispatch", "train")
 _PRIMARY = {"rollout": "trajectories", "teach": "hidden_shards", "dispatch": "plan", "train": "metrics"}
 _PROMPT = {
     "source": "a.jsonl", "domain": "d", "teachers": [{"teacher_id": "a", "weight": 1.0}], "messages": "[]",
@@ -28,10 +27,6 @@ _PROMPT = {
 }  # fmt: skip
 PROMPT = {"prompt_id": keys.prompt_id(_PROMPT), **_PROMPT}
 TOKENS = (4, 5)
-
-
-def jsonl(rows: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(keys.canonical_json(row) + b"\n" for row in rows)
 
 
 def put_table(root: str | Path, table: str, rows: list[dict[str, Any]]) -> None:
@@ -47,7 +42,7 @@ def make(root: Path, *, until: str = "train") -> dict[str, list[dict[str, Any]]]
     """Stages up to `until`, two partitions of rollout. Rows by table, which stand in the tables too."""
     store = open_store(str(root))
     store.put(keys.run_record(RUN_ID, 1), keys.canonical_json(RECORD))
-    store.put(f"prompts/a.{keys.digest([PROMPT['prompt_id']])[:16]}.jsonl", jsonl([PROMPT]))
+    store.put(f"prompts/a.{keys.digest([PROMPT['prompt_id']])[:16]}.jsonl", json_lines([PROMPT]))
     rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES} | {"prompts": [PROMPT]}
     for stage in STAGES[: STAGES.index(until) + 1]:
         _finish(store, stage, rows)
@@ -69,11 +64,11 @@ def _finish(store: ObjectStore, stage: str, rows: dict[str, list[dict[str, Any]]
         assert isinstance(lease, leases.Lease)
         named, new_rows = _results(store, stage, keys.owned_object(owned, lease.epoch, ""), partition, rows)
         rows_key = keys.owned_object(owned, lease.epoch, "rows.jsonl")
-        store.put(rows_key, jsonl(new_rows))
+        store.put(rows_key, json_lines(new_rows))
         stats = {"checkpoint": {"version": "v1", "export": named, "optimizer": []}} if stage == "train" else {}
         lease.finish(
             {
-                "objects": named, "rows_key": rows_key, "rows_digest": keys.digest_bytes(jsonl(new_rows)),
+                "objects": named, "rows_key": rows_key, "rows_digest": keys.digest_bytes(json_lines(new_rows)),
                 "num_rows": len(new_rows), "given_up": {}, "stats": {"verifier_failures": 0},
                 "checkpoint": {"version": "v1"}, "fp8_inexact": [], "scoring": {},
             }
@@ -88,14 +83,14 @@ def _finish(store: ObjectStore, stage: str, rows: dict[str, list[dict[str, Any]]
         further = [{"run_id": RUN_ID, "iteration": 0, "version": "v1", "parent": "v0", "format": "huggingface",
                     "config_digest": "c", "steps": steps, "keys": "{}"}]  # fmt: skip
         key = f"{prefix}/tables/checkpoints.jsonl"
-        store.put(key, jsonl(further))
+        store.put(key, json_lines(further))
         entries["checkpoints"] = table_entry("checkpoints", place, [key], further)
         rows["checkpoints"] += further
     if stage == "dispatch":
         further = [{"run_id": RUN_ID, "iteration": 0, "stage": stage, "step": 0, "name": "packs",
                     "teacher_index": None, "value": 2.0}]  # fmt: skip
         key = f"{prefix}/tables/metrics.jsonl"
-        store.put(key, jsonl(further))
+        store.put(key, json_lines(further))
         entries["metrics"] = table_entry("metrics", place, [key], further)
         rows["metrics"] += further
     manifest = {

@@ -19,7 +19,7 @@ from infra import leases, tables
 from infra.stores import open_store
 from schemas import keys, shards
 from schemas.errors import ContractError
-from schemas.rows import HIDDEN_SHARDS, METRICS, PROMPTS
+from schemas.rows import HIDDEN_SHARDS, METRICS, PROMPTS, json_lines
 from tasks.operate.repair import Finding, repair
 from tasks.runs.manifests import read_partition, read_revoked
 from tasks.runs.stage import table_entry
@@ -51,10 +51,6 @@ class InProcess:
         java.org.apache.spark.sql.delta.DeltaLog.clearCache()
 
 
-def jsonl(rows: list[dict[str, Any]]) -> bytes:
-    return b"".join(keys.canonical_json(row) + b"\n" for row in rows)
-
-
 def finish_teach(root: str, run_id: str) -> dict[str, Any]:
     """What a finished teach stage of two partitions leaves in the store; its manifest."""
     store = open_store(root)
@@ -79,19 +75,19 @@ def finish_teach(root: str, run_id: str) -> dict[str, Any]:
         ]  # fmt: skip
         rows += own
         rows_key = keys.owned_object(owned, lease.epoch, "rows.jsonl")
-        store.put(rows_key, jsonl(own))
+        store.put(rows_key, json_lines(own))
         row_keys.append(rows_key)
         epochs[str(partition)] = lease.epoch + 1
         lease.finish(
             {
                 "objects": [{"key": key, "digest": keys.digest_bytes(data), "bytes": len(data)}],
-                "rows_key": rows_key, "rows_digest": keys.digest_bytes(jsonl(own)), "num_rows": 1, "stats": {},
+                "rows_key": rows_key, "rows_digest": keys.digest_bytes(json_lines(own)), "num_rows": 1, "stats": {},
             }
         )  # fmt: skip
     metrics = [{"run_id": run_id, "iteration": 0, "stage": "teach", "step": 0, "name": "hidden_rows",
                 "teacher_index": 0, "value": 8.0}]  # fmt: skip
     derived = f"{prefix}/tables/metrics.jsonl"
-    store.put(derived, jsonl(metrics))
+    store.put(derived, json_lines(metrics))
     place = {"run_id": run_id, "iteration": 0, "stage": "teach"}
     manifest = {
         "stage": "teach", "iteration": 0, "fingerprint": keys.digest(run_id), "inputs": {}, "partitions": epochs,
@@ -116,9 +112,9 @@ def put_prompts(root: str) -> None:
     }  # fmt: skip
     prompt_id = keys.prompt_id(row)
     store = open_store(root)
-    store.put(f"prompts/a.{keys.digest([prompt_id])[:16]}.jsonl", jsonl([{"prompt_id": prompt_id, **row}]))
+    store.put(f"prompts/a.{keys.digest([prompt_id])[:16]}.jsonl", json_lines([{"prompt_id": prompt_id, **row}]))
     row |= {"source": "file:a"}
-    store.put(f"prompts/{keys.digest('file:a')[:16]}.jsonl", jsonl([{"prompt_id": keys.digest(row)[:32], **row}]))
+    store.put(f"prompts/{keys.digest('file:a')[:16]}.jsonl", json_lines([{"prompt_id": keys.digest(row)[:32], **row}]))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from infra.stores import open_store
 from schemas import keys
 from tasks.operate.invariants import Check
 from tasks.operate.verify import verify
+from tasks.runs.finished import STAGES
 from tests.support import finished_run
 from tests.support.finished_run import RUN_ID, prefix_of
 
@@ -27,13 +28,13 @@ def breaches_of(root: Path) -> dict[str, tuple[str, ...]]:
     return {name: check.breaches for name, check in checks_of(root).items() if check.breaches}
 
 
-@pytest.mark.parametrize("until", finished_run.STAGES)
+@pytest.mark.parametrize("until", STAGES)
 def test_what_is_not_there_yet_is_no_breach(tmp_path: Path, until: str) -> None:
     """Between any two stages; and the report says what is to come."""
     finished_run.make(tmp_path, until=until)
     checks = checks_of(tmp_path)
     assert {name: c.breaches for name, c in checks.items() if c.breaches} == {}
-    to_come = finished_run.STAGES[finished_run.STAGES.index(until) + 1 :]
+    to_come = STAGES[STAGES.index(until) + 1 :]
     notes = checks["stages finished"].notes
     assert len(notes) == bool(to_come)
     assert all(note.endswith(f"to come: {', '.join(to_come)}") for note in notes)

@@ -14,7 +14,7 @@ from infra import leases, tables
 from infra.store_local import LocalStore
 from schemas import config, keys
 from schemas.errors import ContractError, FormatError, StageError
-from schemas.rows import TABLES, content_digest
+from schemas.rows import TABLES, content_digest, json_lines
 from tasks.runs import stage as stages
 from tasks.runs.finished import StageResult, past_stage
 from tasks.runs.manifests import read_partition
@@ -117,7 +117,7 @@ def test_a_touched_slice_is_committed_anew(tmp_path, touch):
     else:
         rows = [row | {"value": row["value"] + 1} for row in input_rows(session, result, "metrics")]
         other = "touched.jsonl"
-        session.store.put(other, b"".join(keys.canonical_json(r) + b"\n" for r in rows[: 1 if touch == "a row" else 2]))
+        session.store.put(other, json_lines(rows[: 1 if touch == "a row" else 2]))
         entry = result.manifest["tables"]["metrics"]
         session.spark.call(tables.commit_slice, root=session.config.data, table="metrics", slice=entry["slice"],
                            row_keys=[other], num_rows=2, content_digest="")  # fmt: skip
