@@ -93,10 +93,12 @@ def _spec(module: str) -> ModuleSpec | None:
     if module in sys.builtin_module_names:
         return ModuleSpec(module, None, origin="built-in")
     spec, path = None, [os.getcwd(), *sys.path]
-    for part in _with_parents(module):
-        if not part.rpartition(".")[2].isidentifier():
+    for name in module.split("."):
+        if not name.isidentifier():
             return None
-        spec = PathFinder.find_spec(part, path)
+        # By its own name under the folders of its parent: a folder without __init__.py inside another such folder would
+        # be looked up through the parent module, which is not imported here.
+        spec = PathFinder.find_spec(name, path)
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or [])

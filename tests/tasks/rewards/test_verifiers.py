@@ -83,3 +83,12 @@ def test_a_source_that_does_not_parse_has_a_digest(folder):
     before = source_digest("own_rewards:exact")
     (folder / "own_rewards.py").write_text("def (")
     assert source_digest("own_rewards:exact") != before
+
+
+def test_a_module_below_folders_without_init_has_a_digest(folder):
+    deep = folder / "own_folder" / "deeper" / "deepest"
+    deep.mkdir(parents=True)
+    (deep / "rewards.py").write_text("def f(text, prompt): return 1.0\n")
+    before = source_digest("own_folder.deeper.deepest.rewards:f")
+    (deep / "rewards.py").write_text("def f(text, prompt): return 2.0\n")
+    assert source_digest("own_folder.deeper.deepest.rewards:f") != before
