@@ -54,3 +54,18 @@ def test_a_wheel_has_every_file_that_the_packages_read(tmp_path):
     wanted = {str(p.relative_to(tmp_path)) for name in packages for p in (tmp_path / name).rglob("*") if p.is_file()}
     apart = {name for name in wanted if name.startswith("infra/setup/") or name.endswith((".md", ".svg"))}
     assert wanted - apart - packed == set()
+
+
+def test_every_file_that_a_page_names_is_there():
+    top = "flows|tasks|ml|kernels|schemas|infra|tests|docs"
+    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")]
+    gone = set()
+    for page in pages:
+        if page.name == "CHANGELOG.md":  # it tells of files that were
+            continue
+        text = page.read_text()
+        named = re.findall(rf"`((?:{top})/[\w/]+(?:\.[a-z0-9_]+)?/?)`", text)
+        linked = re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text)
+        gone |= {f"{page.name}: {name}" for name in named if not (REPOSITORY / name).exists()}
+        gone |= {f"{page.name}: {link}" for link in linked if not (page.parent / link).exists()}
+    assert not gone

@@ -1,4 +1,4 @@
-"""The token log's format and its writer, against a decoder written from the format's prose alone."""
+"""The token log's format and its writer, against a decoder written from FORMATS.md alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADER = LogHeader("nightly-7", 3, 11, 2, "c0ffee" * 10)
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-# --- a second decoder: plain struct, no line of the code under test
+# --- a second decoder, from FORMATS.md, "The token log": plain struct, no line of the code under test
 
 
 def decode_by_prose(segments: list[bytes]) -> dict:
