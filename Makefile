@@ -1,5 +1,5 @@
 # Everything that a fresh machine needs: Python 3.11-3.13 with pip and venv, Java 17+, make.
-.PHONY: demo test bad-input setup models lint types imports lock clean
+.PHONY: demo test test-fast bad-input setup models lint types imports lock clean
 
 export PYTHONUNBUFFERED = 1
 
@@ -13,6 +13,12 @@ test: setup models lint types imports  ## everything that CI checks
 	@echo "== tests"
 	@OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -m "not gpu" --durations=20 \
 		-n 2 --dist loadfile --no-loadscope-reorder
+
+# What starts no JVM, no server, no campaign and no GPU.
+test-fast: setup lint imports  ## the quick part of `make test`, under two minutes on two idle cores
+	@echo "== fast tests"
+	@OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -m "not gpu and not spark and not s3 and not slow" \
+		--ignore=tests/e2e --ignore=tests/faults -n 2 --dist loadfile
 
 bad-input: setup  ## print the table of bad input: each case, the kind and exit status of its answer, where
 	@.venv/bin/python -m pytest -q --table tests/faults/test_bad_input.py tests/faults/test_bad_state.py

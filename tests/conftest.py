@@ -17,6 +17,16 @@ from tests.support.spark_session import spark, spark_root
 __all__ = ["s3", "s3_process", "spark", "spark_root", "store"]
 
 
+#: Fixture -> the marker of every test that asks for it, so that `-m "not spark and not s3"` needs no JVM and no server.
+_SERVERS = {"spark": "spark", "spark_root": "spark", "s3": "s3", "s3_process": "s3"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name in {_SERVERS[name] for name in getattr(item, "fixturenames", ()) if name in _SERVERS}:
+            item.add_marker(name)
+
+
 @pytest.fixture(autouse=True)
 def _patience_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session in this process says to it and its children how long the store is waited for: to no other test."""
