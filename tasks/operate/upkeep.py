@@ -77,7 +77,7 @@ def upkeep(
     return collected
 
 
-class _Finished:
+class _FinishedPartitions:
     """Partitions that both manifests, the stage's and their own, call finished at the same epoch; read once."""
 
     def __init__(self, store: ObjectStore) -> None:
@@ -104,7 +104,7 @@ def _partitions(store: ObjectStore, run_id: str, scratch: Path | None, dry_run: 
         if place := _PARTITION_OBJECT.fullmatch(key):
             partition = place["prefix"], int(place["partition"])
             owned.setdefault(partition, []).append((int(place["epoch"]), place["name"], key))
-    finished = _Finished(store)
+    finished = _FinishedPartitions(store)
     segments: list[str] = []
     spills: list[str] = []
     checkpoints: list[str] = []
@@ -143,7 +143,7 @@ def _partitions(store: ObjectStore, run_id: str, scratch: Path | None, dry_run: 
     return collected
 
 
-def _local_folders(local: Path, stages: Iterable[str], finished: _Finished) -> list[Path]:
+def _local_folders(local: Path, stages: Iterable[str], finished: _FinishedPartitions) -> list[Path]:
     """What workers of finished partitions left on this node: local logs, checkpoints in the middle of a plan."""
     found = []
     for folder in sorted((local / LOGS).glob("runs/*/*/rollout/*/p*")):
