@@ -24,19 +24,19 @@ KINDS = {"lease": "a lease", "manifest": "a manifest", "revoked": "a revocation"
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedEpoch:
     """The work is done: the epoch number of its manifest, and the manifest."""
 
     epoch: int
     manifest: dict[str, Any]
 
 
-def finished(store: ObjectStore, owned: str) -> Finished | None:
+def finished(store: ObjectStore, owned: str) -> FinishedEpoch | None:
     """The manifest of `owned`, or None while there is none, or none that stands."""
     found = newest(store, owned)
     if found is None or found["kind"] != "manifest":
         return None
-    return Finished(found["epoch"], found["manifest"])
+    return FinishedEpoch(found["epoch"], found["manifest"])
 
 
 def revoke(store: ObjectStore, owned: str, epoch: int, reason: str) -> bool:

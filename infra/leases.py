@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from infra import epochs, owners
-from infra.epochs import Finished, finished, revoke
+from infra.epochs import FinishedEpoch, finished, revoke
 from infra.store import ObjectStore
 from schemas import keys
 from schemas.errors import ContractError, FormatError, StoreError
 
-__all__ = ["Finished", "Lease", "Superseded", "acquire", "finish_with", "finished", "release", "revoke"]
+__all__ = ["FinishedEpoch", "Lease", "Superseded", "acquire", "finish_with", "finished", "release", "revoke"]
 
 _log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def acquire(
     store: ObjectStore, owned: str, *, owner: dict[str, Any], dead_after_seconds: float, wait: bool = True,
     run_epoch: int | None = None, patience_seconds: float = PATIENCE_SECONDS,
     on_wait: Callable[[str], object] = _log.warning,
-) -> Lease | Finished:  # fmt: skip
+) -> Lease | FinishedEpoch:  # fmt: skip
     """Become the owner of `owned`, or learn that it is finished.
 
     owner: JSON-ready facts for people (name of the flow run, stage); host and process are added to them. run_epoch:
@@ -252,7 +252,7 @@ def acquire(
                 newest = epochs.newest(store, owned)
                 number = newest["epoch"] if newest else 0
                 if newest is not None and newest["kind"] == "manifest":
-                    return Finished(number, newest["manifest"])
+                    return FinishedEpoch(number, newest["manifest"])
                 if newest is not None and newest["kind"] == "lease":
                     _refuse_older(owned, newest, run_epoch)
                     if not _ends(store, owned, newest, dead_after_seconds, wait, run_epoch, words):
@@ -299,7 +299,7 @@ def _refuse_own(owned: str, lease: dict[str, Any], wait: bool) -> None:
         )  # fmt: skip
 
 
-def finish_with(owned: Lease | Finished, make: Callable[[Lease], dict[str, Any]]) -> None:
+def finish_with(owned: Lease | FinishedEpoch, make: Callable[[Lease], dict[str, Any]]) -> None:
     """Make what is not finished yet: the manifest that make(lease) returns ends the lease, an exception releases it."""
     if isinstance(owned, Lease):
         with owned:

@@ -361,7 +361,7 @@ def _commit_lock(store: ObjectStore, root: str, table: str) -> Iterator[leases.L
         store, keys.table_lease(table), owner={"commits": table}, dead_after_seconds=_LEASE_SECONDS,
         on_wait=on_wait,
     )  # fmt: skip
-    if isinstance(lease, leases.Finished):
+    if isinstance(lease, leases.FinishedEpoch):
         raise ContractError(keys.table_lease(table), expected="leases only", found="a manifest")
     with lease, _local_lock(root, table):
         yield lease

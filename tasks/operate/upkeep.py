@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.leases import Finished
+from infra.leases import FinishedEpoch
 from infra.store import ObjectStore, UnfinishedWrite
 from infra.stores import open_store
 from schemas import keys
@@ -83,9 +83,9 @@ class _FinishedPartitions:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._epochs: dict[str, dict[str, int]] = {}
-        self._found: dict[tuple[str, int], Finished | None] = {}
+        self._found: dict[tuple[str, int], FinishedEpoch | None] = {}
 
-    def get(self, prefix: str, partition: int) -> Finished | None:
+    def get(self, prefix: str, partition: int) -> FinishedEpoch | None:
         if prefix not in self._epochs:
             key = keys.stage_manifest(prefix)
             self._epochs[prefix] = read_stage(self._store, key)["partitions"] if self._store.head(key) else {}

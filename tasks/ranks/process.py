@@ -69,7 +69,7 @@ class OwnedWork(Protocol):
 
 def own(
     store: ObjectStore, owned: str, work: OwnedWork, owner: dict[str, str | int], say: Say
-) -> leases.Lease | leases.Finished:  # fmt: skip
+) -> leases.Lease | leases.FinishedEpoch:  # fmt: skip
     """A partition for this rank, or what it was finished with; the parent is told for whom it waits.
 
     owner: facts for people. Errors as `leases.acquire`.

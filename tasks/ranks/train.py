@@ -110,7 +110,7 @@ def run(work: TrainWork, stop: StopSignal) -> None:
     owner = {"stage": "train", "iteration": work.iteration}
     with stop.at_once():
         lease = own(store, work.owned, work, owner, say)
-    if _told(isinstance(lease, leases.Finished)) or isinstance(lease, leases.Finished):
+    if _told(isinstance(lease, leases.FinishedEpoch)) or isinstance(lease, leases.FinishedEpoch):
         say(messages.Finished(lease.epoch))
         return
     with lease:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra import leases
-from infra.leases import Finished
+from infra.leases import FinishedEpoch
 from infra.store import ObjectStore
 from schemas import keys
 from schemas.errors import FormatError
@@ -62,7 +62,7 @@ def _check_name(name: str, where: str) -> None:
         raise FormatError(where, expected="names of files in one folder", found=repr(name)[:100])
 
 
-def read_partition(store: ObjectStore, stage_prefix: str, partition: int) -> Finished | None:
+def read_partition(store: ObjectStore, stage_prefix: str, partition: int) -> FinishedEpoch | None:
     """A finished partition with its manifest; None for one that is not finished."""
     owned = keys.partition_prefix(stage_prefix, partition)
     found = leases.finished(store, owned)

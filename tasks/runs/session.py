@@ -191,7 +191,7 @@ def open_session(
         store, owned, owner={"run": config.run_id}, dead_after_seconds=RUN_LEASE_DEAD_AFTER_SECONDS, wait=False,
         patience_seconds=_PATIENCE_SECONDS, on_wait=tell,
     )  # fmt: skip
-    if isinstance(lease, leases.Finished):
+    if isinstance(lease, leases.FinishedEpoch):
         raise ContractError(f"run {config.run_id}", expected="a run", found="a run lease that holds a manifest")
     life = life_of(store, config.run_id)
     with lease, spark_child(config, life) as spark:

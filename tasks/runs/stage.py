@@ -255,7 +255,9 @@ def _execute(
     }
 
 
-def _finished(session: Session, stage: Stage, prefix: str, partitions: Iterable[int]) -> dict[int, leases.Finished]:
+def _finished(
+    session: Session, stage: Stage, prefix: str, partitions: Iterable[int]
+) -> dict[int, leases.FinishedEpoch]:
     """Finished partitions. One that an older source of a verifier has scored is revoked: its log is scored again."""
     found = {}
     for index in partitions:
@@ -298,7 +300,9 @@ def table_entry(table: str, place: dict[str, Any], row_keys: list[str], rows: li
     }
 
 
-def _stage_runs(session: Session, stage: Stage, mark: str, done: dict[int, leases.Finished]) -> list[dict[str, Any]]:
+def _stage_runs(
+    session: Session, stage: Stage, mark: str, done: dict[int, leases.FinishedEpoch]
+) -> list[dict[str, Any]]:
     return [
         {
             "run_id": session.run_id, "iteration": stage.iteration, "stage": stage.name, "partition": index,

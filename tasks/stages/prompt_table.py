@@ -77,7 +77,7 @@ def _add(store: ObjectStore, wanted: dict[str, dict[str, Any]]) -> None:
     lease = leases.acquire(
         store, keys.table_lease("prompts-added"), owner={"adds": "prompts"}, dead_after_seconds=_DEAD_AFTER_SECONDS
     )
-    if isinstance(lease, leases.Finished):
+    if isinstance(lease, leases.FinishedEpoch):
         raise ContractError(keys.table_lease("prompts-added"), expected="leases only", found="a manifest")
     with lease:
         held, damaged = _held(store)

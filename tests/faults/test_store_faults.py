@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import boto3
 import pytest
 
-from infra.leases import Finished, Lease, acquire, finished
+from infra.leases import FinishedEpoch, Lease, acquire, finished
 from infra.store import ObjectStore
 from infra.stores import open_store
 from schemas.errors import ConfigError, FormatError, StoreError
@@ -125,7 +125,7 @@ def test_leases_hold_when_every_answer_is_lost_once(lossy: ObjectStore, direct: 
         lease.heartbeat()
         lease.check()
         lease.finish({"rows": operation})
-        assert finished(direct, owned) == Finished(2, {"rows": operation})
+        assert finished(direct, owned) == FinishedEpoch(2, {"rows": operation})
         proxy.faults = []
 
 

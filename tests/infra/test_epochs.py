@@ -10,7 +10,7 @@ import pytest
 
 from infra import epochs, leases
 from infra import store_local as stores
-from infra.leases import Finished, Lease, acquire, finished, revoke
+from infra.leases import FinishedEpoch, Lease, acquire, finished, revoke
 from infra.store import ObjectStore
 from infra.store_local import LocalStore
 from schemas import keys
@@ -27,7 +27,7 @@ def take(store: ObjectStore) -> Lease:
 
 def test_what_is_revoked_is_unfinished_and_is_made_again(store: ObjectStore):
     take(store).finish({"rows": 1})
-    assert finished(store, OWNED) == Finished(2, {"rows": 1})
+    assert finished(store, OWNED) == FinishedEpoch(2, {"rows": 1})
     assert revoke(store, OWNED, 2, "object hidden-00000 is lost")
     assert finished(store, OWNED) is None
     body = json.loads(store.get(keys.epoch(OWNED, 3)))
@@ -38,8 +38,8 @@ def test_what_is_revoked_is_unfinished_and_is_made_again(store: ObjectStore):
     assert heir.epoch == 4
     heir.check()
     heir.finish({"rows": 2})
-    assert finished(store, OWNED) == Finished(5, {"rows": 2})
-    assert acquire(store, OWNED, owner={}, dead_after_seconds=0.0) == Finished(5, {"rows": 2})
+    assert finished(store, OWNED) == FinishedEpoch(5, {"rows": 2})
+    assert acquire(store, OWNED, owner={}, dead_after_seconds=0.0) == FinishedEpoch(5, {"rows": 2})
 
 
 def test_only_a_manifest_can_be_revoked_and_only_once(store: ObjectStore):
@@ -55,7 +55,7 @@ def test_only_a_manifest_can_be_revoked_and_only_once(store: ObjectStore):
     # Whoever comes late to the same repair takes nothing back from the heir.
     take(store).finish({"by": "heir"})
     assert not revoke(store, OWNED, 2, "late")
-    assert finished(store, OWNED) == Finished(5, {"by": "heir"})
+    assert finished(store, OWNED) == FinishedEpoch(5, {"by": "heir"})
     with pytest.raises(ContractError, match="found: a revocation"):
         revoke(store, OWNED, 3, "not a manifest")
 
@@ -110,4 +110,4 @@ def test_an_epoch_whose_name_is_not_durable_is_not_won(tmp_path: Path, monkeypat
     failures.append(1)
     lease.finish({"rows": 1})  # the second sync made the name durable
     assert not failures
-    assert finished(store, OWNED) == Finished(3, {"rows": 1})
+    assert finished(store, OWNED) == FinishedEpoch(3, {"rows": 1})

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from infra import leases
-from infra.leases import Finished, Lease, Superseded, acquire, finished, release
+from infra.leases import FinishedEpoch, Lease, Superseded, acquire, finished, release
 from infra.store import ObjectStore
 from infra.store_local import LocalStore
 from infra.stores import open_store
@@ -114,7 +114,7 @@ def test_a_release_that_fails_masks_no_error_and_fails_no_finished_work(tmp_path
         until(lambda: counter(store, 2))
         store.refusing = True
         lease.finish({"rows": 1})
-    assert finished(store, OWNED) == Finished(3, {"rows": 1})
+    assert finished(store, OWNED) == FinishedEpoch(3, {"rows": 1})
 
 
 def test_nobody_waits_behind_a_beat_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -128,7 +128,7 @@ def test_nobody_waits_behind_a_beat_that_hangs(tmp_path: Path, monkeypatch: pyte
     lease.check()
     lease.finish({"rows": 1})
     assert time.monotonic() - began < 5
-    assert finished(store, OWNED) == Finished(2, {"rows": 1})
+    assert finished(store, OWNED) == FinishedEpoch(2, {"rows": 1})
     hanging.set()
 
 
@@ -259,7 +259,7 @@ input()
         with pytest.raises(Superseded, match="under epoch 4"):
             take(store, 0.0, run_epoch=3)
         take(store, 600.0, run_epoch=4).finish({"rows": 1})
-        assert acquire(store, OWNED, owner={}, dead_after_seconds=0.0, run_epoch=3) == Finished(4, {"rows": 1})
+        assert acquire(store, OWNED, owner={}, dead_after_seconds=0.0, run_epoch=3) == FinishedEpoch(4, {"rows": 1})
     finally:
         owner.kill()
         owner.communicate()
@@ -430,4 +430,4 @@ def test_a_connection_that_goes_silent_costs_no_live_owner_its_lease(
 
 def outcome(store: ObjectStore) -> str:
     found = acquire(store, OWNED, owner={"name": "observer"}, dead_after_seconds=6.0)
-    return "finished" if isinstance(found, Finished) else "took it over"
+    return "finished" if isinstance(found, FinishedEpoch) else "took it over"

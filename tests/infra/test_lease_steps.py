@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from infra.leases import Finished, Lease, acquire, finished, release
+from infra.leases import FinishedEpoch, Lease, acquire, finished, release
 from infra.store import ObjectStore
 from infra.store_local import LocalStore
 from schemas import keys
@@ -65,16 +65,16 @@ def test_whatever_happens_between_two_steps_of_an_acquire_the_newest_epoch_decid
             interposed = Interposed(store, {at: rival})
             outcome = take_or_find(interposed, "someone", 0.0)  # pyright: ignore[reportArgumentType]
             happened = interposed.calls >= at
-            if isinstance(outcome, Finished):
+            if isinstance(outcome, FinishedEpoch):
                 assert rival_finishes
-                assert outcome == finished(store, OWNED) == Finished(3, {"by": "rival"})
+                assert outcome == finished(store, OWNED) == FinishedEpoch(3, {"by": "rival"})
             else:
                 assert not (happened and rival_finishes)
                 assert outcome.epoch == (3 if happened else 2)
                 outcome._store = store
                 outcome.check()
             outcomes.add((happened, type(outcome).__name__))
-    assert outcomes == {(True, "Finished"), (True, "Lease"), (False, "Lease")}
+    assert outcomes == {(True, "FinishedEpoch"), (True, "Lease"), (False, "Lease")}
 
 
 def test_a_lost_answer_is_resolved_by_the_nonce(store: ObjectStore):
@@ -83,7 +83,7 @@ def test_a_lost_answer_is_resolved_by_the_nonce(store: ObjectStore):
     assert lease.epoch == 1
     lease._store = Interposed(store, {}, lose_answer=True)  # pyright: ignore[reportAttributeAccessIssue]
     lease.finish({"rows": 1})
-    assert finished(store, OWNED) == Finished(2, {"rows": 1})
+    assert finished(store, OWNED) == FinishedEpoch(2, {"rows": 1})
 
 
 def test_a_put_that_never_arrived_is_an_error_and_no_epoch(store: ObjectStore):
@@ -148,7 +148,7 @@ class Ownership(RuleBasedStateMachine):
     def take_over(self) -> Lease | None:
         outcome = take_or_find(self.store, "someone", 0.0)
         if self.result is not None:
-            assert outcome == Finished(len(self.granted) + 1, self.result)
+            assert outcome == FinishedEpoch(len(self.granted) + 1, self.result)
             return None
         assert isinstance(outcome, Lease)
         self.granted.append(outcome)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from infra import leases, owners
-from infra.leases import Finished, Lease, acquire, finished, release
+from infra.leases import FinishedEpoch, Lease, acquire, finished, release
 from infra.store import ObjectStore
 from schemas import keys
 from schemas.errors import ContractError
@@ -30,7 +30,7 @@ def take(store: ObjectStore, name: str = "someone", dead_after: float = 3600.0, 
     return outcome
 
 
-def take_or_find(store: ObjectStore, name: str, dead_after: float, wait: bool = True) -> Lease | Finished:
+def take_or_find(store: ObjectStore, name: str, dead_after: float, wait: bool = True) -> Lease | FinishedEpoch:
     process = {**owners.this_process(), "host": uuid.uuid4().hex}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owners, "this_process", lambda: process)
@@ -50,7 +50,7 @@ def start(store: ObjectStore, code: str) -> subprocess.Popen[str]:
     """A process with `store` and `OWNED` at hand, which prints one line when it is where the test wants it."""
     head = f"""
 import os, sys, time
-from infra.leases import Finished, acquire, finished, release
+from infra.leases import FinishedEpoch, acquire, finished, release
 from infra.stores import open_store
 from schemas.errors import ContractError
 store, OWNED = open_store({store.root!r}), {OWNED!r}
@@ -77,8 +77,8 @@ def test_the_first_owner_gets_epoch_one_and_its_result_is_final(store: ObjectSto
     assert finished(store, OWNED) is None
     lease.check()
     lease.finish({"rows": 3})
-    assert finished(store, OWNED) == Finished(2, {"rows": 3})
-    assert acquire(store, OWNED, owner={}, dead_after_seconds=0.0) == Finished(2, {"rows": 3})
+    assert finished(store, OWNED) == FinishedEpoch(2, {"rows": 3})
+    assert acquire(store, OWNED, owner={}, dead_after_seconds=0.0) == FinishedEpoch(2, {"rows": 3})
     assert json.loads(store.get(keys.epoch(OWNED, 2)))["kind"] == "manifest"
 
 
@@ -88,7 +88,7 @@ def test_finishing_twice_with_one_result_is_one_finish_and_with_another_is_refus
     lease.finish({"rows": 3})
     with pytest.raises(ContractError):
         lease.finish({"rows": 4})
-    assert finished(store, OWNED) == Finished(2, {"rows": 3})
+    assert finished(store, OWNED) == FinishedEpoch(2, {"rows": 3})
 
 
 def test_a_released_lease_is_taken_at_once_and_its_old_owner_cannot_finish(store: ObjectStore):
@@ -101,7 +101,7 @@ def test_a_released_lease_is_taken_at_once_and_its_old_owner_cannot_finish(store
     with pytest.raises(ContractError):
         first.finish({"rows": 1})
     second.finish({"rows": 2})
-    assert finished(store, OWNED) == Finished(3, {"rows": 2})
+    assert finished(store, OWNED) == FinishedEpoch(3, {"rows": 2})
 
 
 def test_a_heartbeat_after_release_does_not_revive(store: ObjectStore):
@@ -142,7 +142,7 @@ def test_with_wait_the_result_of_the_live_owner_is_awaited(store: ObjectStore):
     first.start_heartbeat(0.02)
     timer = threading.Timer(0.3, first.finish, [{"rows": 9}])
     timer.start()
-    assert acquire(store, OWNED, owner={}, dead_after_seconds=30.0) == Finished(2, {"rows": 9})
+    assert acquire(store, OWNED, owner={}, dead_after_seconds=30.0) == FinishedEpoch(2, {"rows": 9})
     timer.join()
 
 
@@ -156,7 +156,7 @@ def test_a_block_left_by_an_exception_releases(store: ObjectStore):
 def test_a_block_that_finished_stays_finished(store: ObjectStore):
     with take(store) as lease:
         lease.finish({"rows": 1})
-    assert finished(store, OWNED) == Finished(2, {"rows": 1})
+    assert finished(store, OWNED) == FinishedEpoch(2, {"rows": 1})
 
 
 def test_the_process_of_an_owner_on_this_host_is_seen_to_be_dead(store: ObjectStore):
@@ -250,7 +250,7 @@ except ContractError as error:
     zombie.stdin.flush()
     assert line(zombie) == "5 True"
     assert zombie.wait() == 0
-    assert finished(store, OWNED) == Finished(3, {"rows_key": OWNED + "/e000002/rows.jsonl"})
+    assert finished(store, OWNED) == FinishedEpoch(3, {"rows_key": OWNED + "/e000002/rows.jsonl"})
 
 
 def test_a_pause_of_owner_and_observer_together_is_not_a_death(store: ObjectStore):

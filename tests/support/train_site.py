@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.launch import free_port
-from infra.leases import Finished, finished
+from infra.leases import FinishedEpoch, finished
 from infra.store_local import LocalStore
 from infra.stores import open_store
 from ml.model_files import model_digest, model_digests
@@ -187,7 +187,7 @@ def events(work: Path, ranks: int = 1, status: int = 0) -> list[dict[str, Any]]:
 
 def manifest_of(work: Path) -> dict[str, Any]:
     found = finished(open_store(json.loads(work.read_text())["root"]), OWNED)
-    assert isinstance(found, Finished)
+    assert isinstance(found, FinishedEpoch)
     return found.manifest
 
 
