@@ -19,11 +19,10 @@ from schemas.errors import ConfigError
 from schemas.keys import check_run_id
 from schemas.root import DataRoot
 from schemas.section import Decay, NotNegative, Positive, Section, Temperature, location, operational
+from schemas.work.model import WeightPrecision
 
-Precision = Literal["fp32", "bf16", "mxfp4"]
 
-
-def compute_dtype(precision: Precision) -> Literal["fp32", "bf16"]:
+def compute_dtype(precision: WeightPrecision) -> Literal["fp32", "bf16"]:
     """dtype of the products of an inference forward over weights of this precision."""
     return "fp32" if precision == "fp32" else "bf16"
 
@@ -32,7 +31,7 @@ class Student(Section):
     """The model that is trained, and that samples."""
 
     path: str = location("Hugging Face model folder with tokenizer (safetensors)")
-    precision: Precision = Field("bf16", description="values of the linear weights, in rollout and in training")
+    precision: WeightPrecision = Field("bf16", description="values of the linear weights, in rollout and in training")
 
 
 class Teacher(Section):
@@ -41,7 +40,7 @@ class Teacher(Section):
     id: str = Field(min_length=1, description="name of the teacher, by which prompt rows choose it")
     path: str = location("Hugging Face model folder")
     weight: Positive = Field(1.0, gt=0, description="weight of this teacher's KL, never normalised")
-    precision: Precision = Field("bf16", description="values of the linear weights")
+    precision: WeightPrecision = Field("bf16", description="values of the linear weights")
     template: str = Field(
         "",
         description="Jinja template of an extra system message that only this teacher reads; sees the prompt's "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Precision = Literal["fp32", "bf16", "mxfp4"]
+#: Which numbers the linears' weights stand for. Precisions of the KL's products are `kernels.linear_kl`'s.
+WeightPrecision = Literal["fp32", "bf16", "mxfp4"]
 Compute = Literal["fp32", "bf16", "fp8"]
 
 
@@ -18,5 +19,5 @@ class ModelSource:
 
     folder: str
     digest: str
-    precision: Precision
+    precision: WeightPrecision
     compute: Compute

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schemas.work.model import Precision
+from schemas.work.model import WeightPrecision
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class ReportModel:
 
     model: str
     folder: str
-    precision: Precision
+    precision: WeightPrecision
     contexts: tuple[tuple[int, ...], ...]
 
 

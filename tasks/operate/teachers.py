@@ -19,7 +19,7 @@ from schemas import keys, typed_json
 from schemas.config import RunConfig
 from schemas.errors import ConfigError, StageError, error_from_json
 from schemas.work import messages
-from schemas.work.model import Precision
+from schemas.work.model import WeightPrecision
 from schemas.work.report import ReportModel, ReportWork
 from tasks.inputs.models import resolve_model, teacher_checks
 from tasks.inputs.prompts import load_prompts
@@ -103,5 +103,5 @@ def _models(config: RunConfig, student: Path, num_prompts: int) -> tuple[ReportM
     return tuple(models)
 
 
-def _entry(model: str, folder: Path, precision: Precision, contexts: list[list[int]]) -> ReportModel:
+def _entry(model: str, folder: Path, precision: WeightPrecision, contexts: list[list[int]]) -> ReportModel:
     return ReportModel(model, str(folder), precision, tuple(map(tuple, contexts)))
