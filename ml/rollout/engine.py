@@ -39,7 +39,7 @@ from ml.rollout.spill import (
     write_spills,
 )
 from ml.rollout.together import LeadRunner
-from ml.rollout.wal_format import prompt_digest
+from ml.rollout.wal_records import prompt_digest
 from schemas.errors import ContractError
 from schemas.interruptions import UNINTERRUPTED, Interruptions
 

@@ -17,15 +17,17 @@ import os
 import queue
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from ml.rollout import wal_format as fmt
+from ml.rollout import wal_records
 from ml.rollout.wal_format import LogHeader
+from ml.rollout.wal_records import Floats, Ints
 from ml.rollout.wal_recovery import Recovered, base_segment
+from ml.rollout.wal_segment import Disk, Payload, PendingRecord, SegmentFile, make_folder, write_durably
 from schemas.errors import ContractError, OpdError, StoreError
 
 Upload = Callable[[int, bytes], object]
@@ -33,116 +35,6 @@ Upload = Callable[[int, bytes], object]
 _WAITING_BYTES = 1 << 30
 #: A log that is abandoned does not wait longer for an upload on its way, which ends with the process.
 _LAST_UPLOAD_SECONDS = 5.0
-_ROOM_BYTES = 1 << 20
-# A step waits as its five columns, to be encoded by whoever writes the group: the engine pays for copies alone.
-_Payload = bytes | list[np.ndarray]
-_Record = tuple[int, int, _Payload]  # type, sequence number, payload
-
-
-class Disk:
-    """The calls on the operating system that the log's safety rests on; a test puts a failing one in its place."""
-
-    def create(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-    def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        return os.pwrite(fd, data, offset)
-
-    def truncate(self, fd: int, size: int) -> None:
-        os.ftruncate(fd, size)
-
-    def sync(self, fd: int) -> None:
-        os.fdatasync(fd)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def rename(self, source: Path, target: Path) -> None:
-        os.rename(source, target)
-
-    def sync_folder(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _write_durably(disk: Disk, fd: int, data: bytes, offset: int = 0) -> None:
-    written = 0
-    while written < len(data):
-        count = disk.write(fd, memoryview(data)[written:] if written else data, offset + written)
-        if count <= 0:
-            raise OSError(f"write returned {count}")
-        written += count
-    disk.sync(fd)
-
-
-class _SegmentFile:
-    """One segment being written; `size` and the running digest cover its content.
-
-    The file is longer than its content: a write that reaches its end carries zeros up to the next multiple of
-    _ROOM_BYTES, and the writes after it fill them. A sync then finds the file's length unchanged, and need not wait
-    for the file system's journal as well.
-    """
-
-    def __init__(self, disk: Disk, path: Path, header: fmt.SegmentHeader) -> None:
-        self.path, self.header = path, header
-        self.size, self.num_records, self.last_sequence = 0, 0, header.first_sequence - 1
-        self._disk, self._digest, self._salt_crc = disk, hashlib.sha256(), zlib.crc32(header.salt)
-        self._fd = disk.create(path)
-        try:
-            self._write(fmt.encode_header(header))
-            disk.sync_folder(path.parent)
-        except BaseException:
-            self.abandon()
-            raise
-        self._file_bytes = self.size
-        self.born = time.monotonic()
-
-    def _write(self, data: bytes, room: int = 0) -> None:
-        _write_durably(self._disk, self._fd, data + bytes(room) if room else data, self.size)
-        self._digest.update(data)
-        self.size += len(data)
-
-    def write_group(self, group: list[_Record]) -> None:
-        data = b"".join(
-            [
-                fmt.encode_frame(self._salt_crc, kind, sequence, _encoded(payload), place)
-                for place, (kind, sequence, payload) in enumerate(group)
-            ]
-        )
-        end = self.size + len(data)
-        room = -end % _ROOM_BYTES if end > self._file_bytes else 0
-        self._write(data, room)
-        self._file_bytes = max(self._file_bytes, end + room)
-        self.num_records += len(group)
-        self.last_sequence = group[-1][1]
-
-    def seal(self) -> bytes:
-        """Cuts the zeros off, writes the footer, closes the file and returns the digest of all of its bytes."""
-        self._disk.truncate(self._fd, self.size)
-        payload = fmt.encode_seal(self.num_records, self._digest.digest())
-        self._write(fmt.encode_frame(self._salt_crc, fmt.SEAL, self.last_sequence, payload))
-        self._disk.close(self._fd)
-        return self._digest.digest()
-
-    def abandon(self) -> None:
-        self._disk.close(self._fd)
-
-
-def _encoded(payload: _Payload) -> bytes:
-    if isinstance(payload, bytes):
-        return payload
-    numbers, firsts, ids, raw, sampled = payload
-    return fmt.encode_step(numbers, firsts, np.ones(len(numbers), np.uint32), ids, raw, sampled)
-
-
-def _make_folder(disk: Disk, folder: Path) -> None:
-    missing = [p for p in (folder, *folder.parents) if not p.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
-        disk.sync_folder(path.parent)
 
 
 class TokenLog:
@@ -170,13 +62,13 @@ class TokenLog:
         self._numbers = {t.trajectory_id: i for i, t in enumerate(base.trajectories)} if base else {}
         self._admission, lock = threading.Lock(), threading.Lock()
         self._work, self._progress = threading.Condition(lock), threading.Condition(lock)
-        self._appended: list[_Record] = []
-        self._committed: list[_Record] = []
+        self._appended: list[PendingRecord] = []
+        self._committed: list[PendingRecord] = []
         self._seal_to = 0
         self._failure: OpdError | None = None
         self._closing = False
         self._file_lock = threading.Lock()  # held to write or seal; taken before the other lock, never after it
-        self._file: _SegmentFile | None = None
+        self._file: SegmentFile | None = None
         self._uploads: queue.SimpleQueue[tuple[int, Path, int] | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._sequence = self._acknowledged = self._sealed = self._stored = self._write_base(base)
@@ -195,7 +87,8 @@ class TokenLog:
             if trajectory_id not in self._numbers:
                 number = len(self._numbers)
                 self._append(
-                    fmt.ADMIT, fmt.encode_admit(fmt.Admit(number, trajectory_id, prompt_digest, prompt_tokens))
+                    fmt.ADMIT,
+                    wal_records.encode_admit(wal_records.Admit(number, trajectory_id, prompt_digest, prompt_tokens)),
                 )
                 self._numbers[trajectory_id] = number
             return self._numbers[trajectory_id]
@@ -204,9 +97,7 @@ class TokenLog:
         """Number of a trajectory that is in the log."""
         return self._numbers[trajectory_id]
 
-    def append_step(
-        self, numbers: fmt.Ints, first_token_indices: fmt.Ints, ids: fmt.Ints, raw: fmt.Floats, sampled: fmt.Floats
-    ) -> int:
+    def append_step(self, numbers: Ints, first_token_indices: Ints, ids: Ints, raw: Floats, sampled: Floats) -> int:
         """One sampled token of each of n trajectories: columns [n], copied before the call returns.
 
         numbers: as `admit` gave them. first_token_indices: response tokens that stand before the token. ids: int32.
@@ -218,22 +109,24 @@ class TokenLog:
             raise ValueError(f"a step needs columns of one length, not {[column.shape for column in columns]}")
         return self._append(fmt.STEP, columns)
 
-    def append_observation(self, number: int, first_token_index: int, ids: fmt.Ints) -> int:
+    def append_observation(self, number: int, first_token_index: int, ids: Ints) -> int:
         """Response tokens that came from the environment: mask 0, no log-probability."""
-        return self._append(fmt.OBSERVATION, fmt.encode_observation(number, first_token_index, ids))
+        return self._append(fmt.OBSERVATION, wal_records.encode_observation(number, first_token_index, ids))
 
     def append_intent(self, number: int, first_token_index: int, action: bytes) -> int:
         """Must be store durable before the action is taken."""
-        return self._append(fmt.INTENT, fmt.encode_intent(number, fmt.Intent(first_token_index, action)))
+        return self._append(
+            fmt.INTENT, wal_records.encode_intent(number, wal_records.Intent(first_token_index, action))
+        )
 
-    def append_spill(self, number: int, spill: fmt.Spill) -> int:
-        return self._append(fmt.SPILL, fmt.encode_spill(number, spill))
+    def append_spill(self, number: int, spill: wal_records.Spill) -> int:
+        return self._append(fmt.SPILL, wal_records.encode_spill(number, spill))
 
     def append_finish(self, number: int, response_tokens: int, reason: str) -> int:
-        return self._append(fmt.FINISH, fmt.encode_finish(number, response_tokens, reason))
+        return self._append(fmt.FINISH, wal_records.encode_finish(number, response_tokens, reason))
 
-    def _append(self, record_type: int, payload: _Payload) -> int:
-        size = len(payload) if isinstance(payload, bytes) else fmt.step_bytes(len(payload[0]))
+    def _append(self, record_type: int, payload: Payload) -> int:
+        size = len(payload) if isinstance(payload, bytes) else wal_records.step_bytes(len(payload[0]))
         if size > fmt.MAX_PAYLOAD_BYTES:
             limit = f"a record of at most {fmt.MAX_PAYLOAD_BYTES} bytes"
             raise ContractError(f"token log {self.folder}", expected=limit, found=f"{size} bytes")
@@ -358,7 +251,7 @@ class TokenLog:
         data, last = base_segment(recovered, self.header, os.urandom(8))
         path = self._path(0)
         try:
-            _make_folder(self._disk, self.folder)
+            make_folder(self._disk, self.folder)
             if any(self.folder.iterdir()):
                 raise ContractError(str(self.folder), expected="no log of this epoch", found="files in its folder",
                                     next_command="move the folder away and start the worker again")  # fmt: skip
@@ -366,7 +259,7 @@ class TokenLog:
             part = path.with_suffix(".part")
             fd = self._disk.create(part)
             try:
-                _write_durably(self._disk, fd, data)
+                write_durably(self._disk, fd, data)
             finally:
                 self._disk.close(fd)
             self._disk.rename(part, path)
@@ -422,7 +315,7 @@ class TokenLog:
             if self._file is None:
                 number, previous = self._next_segment, self._previous_digest
                 header = fmt.SegmentHeader(self.header, number, group[0][1], os.urandom(8), previous)
-                self._file = _SegmentFile(self._disk, self._path(number), header)
+                self._file = SegmentFile(self._disk, self._path(number), header)
             self._file.write_group(group)
         except BaseException as error:  # an interrupted write too: nobody knows how much of it is in the file
             self._fail(error)
@@ -435,7 +328,7 @@ class TokenLog:
             if opened or self._seal_due():
                 self._work.notify()
 
-    def _seal_file(self, file: _SegmentFile) -> None:
+    def _seal_file(self, file: SegmentFile) -> None:
         self._previous_digest = file.seal()
         self._file = None
         self._next_segment += 1

@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from kernels.testing import check, environment, figure
-from ml.rollout.wal import Disk, LogHeader, TokenLog
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import read_folder, recover
+from ml.rollout.wal_segment import Disk
 
 _SEQUENCES = 64
 _ROUND_STEPS = 100

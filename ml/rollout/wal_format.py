@@ -1,4 +1,6 @@
-"""Bytes of the token log: segment header, frames, record payloads, and the rule that tells torn from damaged.
+"""Bytes of the token log: segment header, frames, and the rule that tells torn from damaged.
+
+What the payloads of records hold is `wal_records`.
 
     segment: 512-byte header | frame | frame | ... | seal frame, or zeros while it is being written
     frame:   u32 length | u32 CRC-32 | u8 type | u32 place | u64 sequence | payload
@@ -14,14 +16,12 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from schemas.errors import ContractError, FormatError
-from schemas.interruptions import UNINTERRUPTED, Interruptions
 
 MAGIC = b"OPDTLOG\n"
 VERSION = 1
@@ -35,20 +35,12 @@ _HEADER = struct.Struct("<8s6IQ8s32sH126sH126s")
 _FRAME = struct.Struct("<IIBIQ")
 _COVERED = struct.Struct("<IBIQ")  # a frame's head without its CRC
 FRAME_BYTES = _FRAME.size
-_ADMIT = struct.Struct("<II32sIIIH")
-_TWO = struct.Struct("<II")
-_THREE = struct.Struct("<III")
-_SPILL = struct.Struct("<IIQ32sH")
-_FINISH = struct.Struct("<IIH")
 _SEAL = struct.Struct("<Q32s")
 
 SET_ASIDE = (
     "move this segment and the later ones of its epoch away, then start the worker again: what they held is sampled "
     "again and comes out the same"
 )
-
-Ints = Sequence[int] | np.ndarray
-Floats = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -69,40 +61,6 @@ class SegmentHeader:
     first_sequence: int
     salt: bytes
     previous_digest: bytes
-
-
-def prompt_digest(prompt_ids: Ints) -> bytes:
-    """SHA-256 of the ids as int32, by which an admission names its prompt."""
-    return hashlib.sha256(np.asarray(prompt_ids, "<i4").tobytes()).digest()
-
-
-@dataclass(frozen=True)
-class Admit:
-    """A trajectory enters the log. interruptions: of its life before this log."""
-
-    number: int
-    trajectory_id: str
-    prompt_digest: bytes
-    prompt_tokens: int
-    interruptions: Interruptions = UNINTERRUPTED
-
-
-@dataclass(frozen=True)
-class Spill:
-    """KV of the first `positions` tokens of the sequence (prompt included), whole, in one object."""
-
-    positions: int
-    size_bytes: int
-    digest: bytes
-    key: str
-
-
-@dataclass(frozen=True)
-class Intent:
-    """An action on the environment that is about to happen; first_token_index: response tokens before it."""
-
-    first_token_index: int
-    action: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +96,7 @@ class Segment:
 # --- writing
 
 
-def _text(value: str, what: str, limit: int) -> bytes:
+def encoded_text(value: str, what: str, limit: int) -> bytes:
     data = value.encode()
     if len(data) > limit:
         raise ContractError(f"token log, {what}", expected=f"at most {limit} bytes", found=f"{len(data)} bytes")
@@ -147,7 +105,7 @@ def _text(value: str, what: str, limit: int) -> bytes:
 
 def encode_header(header: SegmentHeader) -> bytes:
     log = header.log
-    run, student = _text(log.run_id, "run_id", 126), _text(log.student_digest, "student_digest", 126)
+    run, student = encoded_text(log.run_id, "run_id", 126), encoded_text(log.student_digest, "student_digest", 126)
     body = _HEADER.pack(
         MAGIC, VERSION, log.iteration, log.partition, log.epoch, header.segment, 0, header.first_sequence,
         header.salt, header.previous_digest, len(run), run, len(student), student,
@@ -166,47 +124,6 @@ def encode_frame(salt_crc: int, record_type: int, sequence: int, payload: bytes,
     return _FRAME.pack(len(payload), crc, record_type, place, sequence) + payload
 
 
-def encode_admit(admit: Admit) -> bytes:
-    name, interruptions = _text(admit.trajectory_id, "trajectory_id", 65535), admit.interruptions
-    return (
-        _ADMIT.pack(
-            admit.number, admit.prompt_tokens, admit.prompt_digest, interruptions.preemptions,
-            interruptions.kv_restores, interruptions.prefill_rebuilds, len(name),
-        )
-        + name
-    )  # fmt: skip
-
-
-def step_bytes(num_tokens: int) -> int:
-    """Bytes of a step's payload with one token an entry."""
-    return _TWO.size + 24 * num_tokens
-
-
-def encode_step(numbers: Ints, firsts: Ints, counts: Ints, ids: Ints, raw: Floats, sampled: Floats) -> bytes:
-    """Columns as `decode_step` returns them: heads of one length, whose counts add up to that of the others."""
-    columns = [*(np.asarray(c, "<u4") for c in (numbers, firsts, counts)), np.asarray(ids, "<i4"),
-               *(np.asarray(c, "<f4") for c in (raw, sampled))]  # fmt: skip
-    return _TWO.pack(len(numbers), len(ids)) + b"".join([column.tobytes() for column in columns])
-
-
-def encode_observation(number: int, first_token_index: int, ids: Ints) -> bytes:
-    return _THREE.pack(number, first_token_index, len(ids)) + np.asarray(ids, "<i4").tobytes()
-
-
-def encode_intent(number: int, intent: Intent) -> bytes:
-    return _THREE.pack(number, intent.first_token_index, len(intent.action)) + intent.action
-
-
-def encode_spill(number: int, spill: Spill) -> bytes:
-    key = _text(spill.key, "spill key", 65535)
-    return _SPILL.pack(number, spill.positions, spill.size_bytes, spill.digest, len(key)) + key
-
-
-def encode_finish(number: int, response_tokens: int, reason: str) -> bytes:
-    data = _text(reason, "finish reason", 65535)
-    return _FINISH.pack(number, response_tokens, len(data)) + data
-
-
 def encode_seal(num_records: int, digest: bytes) -> bytes:
     """digest: SHA-256 of the segment's bytes before the seal's frame."""
     return _SEAL.pack(num_records, digest)
@@ -215,27 +132,27 @@ def encode_seal(num_records: int, digest: bytes) -> bytes:
 # --- reading
 
 
-def _bad(where: str, expected: str, found: str) -> FormatError:
+def bad(where: str, expected: str, found: str) -> FormatError:
     return FormatError(where, expected=expected, found=found, safe="the segments before it", next_command=SET_ASIDE)
 
 
-def _decoded(data: bytes, where: str) -> str:
+def decoded(data: bytes, where: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise _bad(where, "UTF-8 text", str(error)) from error
+        raise bad(where, "UTF-8 text", str(error)) from error
 
 
 def decode_header(data: bytes, name: str) -> SegmentHeader:
     body, crc = data[: HEADER_BYTES - 4], data[HEADER_BYTES - 4 : HEADER_BYTES]
     if len(crc) < 4 or struct.unpack("<I", crc)[0] != zlib.crc32(body):
-        raise _bad(f"{name}, offset 0", "a segment header with its CRC", f"{len(data)} bytes without it")
+        raise bad(f"{name}, offset 0", "a segment header with its CRC", f"{len(data)} bytes without it")
     (magic, version, iteration, partition, epoch, segment, _, first_sequence, salt, previous, run_length, run,
      student_length, student) = _HEADER.unpack_from(body)  # fmt: skip
     if magic != MAGIC or version != VERSION or run_length > 126 or student_length > 126:
-        raise _bad(f"{name}, offset 0", f"{MAGIC!r} version {VERSION}", f"{magic!r} version {version}")
+        raise bad(f"{name}, offset 0", f"{MAGIC!r} version {VERSION}", f"{magic!r} version {version}")
     run_id, student_digest = (
-        _decoded(text, f"{name}, offset 0") for text in (run[:run_length], student[:student_length])
+        decoded(text, f"{name}, offset 0") for text in (run[:run_length], student[:student_length])
     )
     log = LogHeader(run_id, iteration, partition, epoch, student_digest)
     return SegmentHeader(log, segment, first_sequence, salt, previous)
@@ -305,12 +222,12 @@ def scan_segment(data: bytes, name: str, *, is_last: bool) -> Segment:
             later = _later_group(data, offset, salt_crc, last) if torn_bytes else None
             if later is not None or not is_last:
                 found = "damage" + ("" if later is None else f", and a valid record at offset {later}")
-                raise _bad(f"{name}, offset {offset}", f"record {last + 1}", found)
+                raise bad(f"{name}, offset {offset}", f"record {last + 1}", found)
             return Segment(name, header, records, False, torn_bytes, b"")
         length, record_type, place, sequence = frame
         if record_type not in _TYPES:
             where = f"{name}, offset {offset}"
-            raise _bad(where, f"record types 1..{SEAL}", f"type {record_type}: another version wrote this log")
+            raise bad(where, f"record types 1..{SEAL}", f"type {record_type}: another version wrote this log")
         payload = memoryview(data)[offset + FRAME_BYTES : offset + FRAME_BYTES + length]
         if sealing:
             digest = _check_seal(data, offset, len(records), f"{name}, offset {offset}", is_last)
@@ -319,7 +236,7 @@ def scan_segment(data: bytes, name: str, *, is_last: bool) -> Segment:
         offset += FRAME_BYTES + length
         last, first_of_group = sequence, sequence - place
     if not is_last:
-        raise _bad(f"{name}, offset {offset}", "a seal, since a later segment exists", "the end of the file")
+        raise bad(f"{name}, offset {offset}", "a seal, since a later segment exists", "the end of the file")
     return Segment(name, header, records, False, 0, b"")
 
 
@@ -330,112 +247,13 @@ def _check_seal(data: bytes, offset: int, num_records: int, where: str, is_last:
     """
     payload_at, end = offset + FRAME_BYTES, offset + FRAME_BYTES + _SEAL.size
     if len(data) < end or (data[end:].strip(b"\0") if is_last else end != len(data)):
-        raise _bad(where, "the end of the segment after its seal", f"{len(data)} bytes in all")
+        raise bad(where, "the end of the segment after its seal", f"{len(data)} bytes in all")
     digest = hashlib.sha256(memoryview(data)[:offset])
     counted, found = _SEAL.unpack_from(data, payload_at)
     if counted != num_records or found != digest.digest():
-        raise _bad(where, f"a seal over {num_records} records and these bytes", f"a seal over {counted} records")
+        raise bad(where, f"a seal over {num_records} records and these bytes", f"a seal over {counted} records")
     digest.update(memoryview(data)[offset:end])
     return digest.digest()
-
-
-class Reader:
-    """Cuts one record's payload into fields; raises FormatError when it is too short or too long."""
-
-    def __init__(self, record: Record) -> None:
-        self._record, self._offset = record, 0
-
-    def fields(self, layout: struct.Struct) -> tuple:
-        return layout.unpack(self.take(layout.size))
-
-    def take(self, size: int) -> memoryview:
-        part = self._record.payload[self._offset : self._offset + size]
-        if len(part) != size:
-            raise _bad(self._record.where, f"{size} more bytes in the record", f"{len(part)}")
-        self._offset += size
-        return part
-
-    def array(self, dtype: str, count: int) -> np.ndarray:
-        return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype)
-
-    def text(self, size: int) -> str:
-        return _decoded(bytes(self.take(size)), self._record.where)
-
-    def end(self) -> None:
-        if self._offset != len(self._record.payload):
-            raise _bad(self._record.where, f"a record of {self._offset} bytes", f"{len(self._record.payload)}")
-
-
-def decode_admit(record: Record) -> Admit:
-    reader = Reader(record)
-    number, prompt_tokens, prompt_digest, preemptions, restores, rebuilds, length = reader.fields(_ADMIT)
-    admit = Admit(
-        number, reader.text(length), prompt_digest, prompt_tokens, Interruptions(preemptions, restores, rebuilds)
-    )
-    reader.end()
-    return admit
-
-
-StepColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-
-def decode_step(record: Record) -> StepColumns:
-    """(numbers, first token indices, counts) u4 [entries], (ids i4, raw f4, sampled f4) [tokens]."""
-    numbers, firsts, counts, ids, raw, sampled = decode_steps([record])
-    return numbers[0], firsts[0], counts[0], ids[0], raw[0], sampled[0]
-
-
-def shape(record: Record) -> tuple[int, int, bytes]:
-    """Equal for step records of as many entries and tokens, which `decode_steps` takes at once."""
-    return record.type, len(record.payload), bytes(record.payload[: _TWO.size]) if record.type == STEP else b""
-
-
-def decode_steps(records: Sequence[Record]) -> StepColumns:
-    """The columns of step records of one shape, as views [records, entries] and [records, tokens]."""
-    reader = Reader(records[0])
-    num_entries, num_tokens = reader.fields(_TWO)
-    reader.take(12 * (num_entries + num_tokens))
-    reader.end()
-    words = np.frombuffer(b"".join([r.payload for r in records]), "<u4").reshape(len(records), -1)
-    ends = np.cumsum([2, *[num_entries] * 3, *[num_tokens] * 3]).tolist()
-    numbers, firsts, counts, ids, raw, sampled = (words[:, a:b] for a, b in pairwise(ends))
-    wrong = np.flatnonzero(counts.sum(1, dtype=np.int64) != num_tokens)
-    if len(wrong):
-        where, found = records[wrong[0]].where, str(int(counts[wrong[0]].sum(dtype=np.int64)))
-        raise _bad(where, f"entries of {num_tokens} tokens in all", found)
-    return numbers, firsts, counts, ids.view("<i4"), raw.view("<f4"), sampled.view("<f4")
-
-
-def decode_observation(record: Record) -> tuple[int, int, np.ndarray]:
-    reader = Reader(record)
-    number, first, count = reader.fields(_THREE)
-    ids = reader.array("<i4", count)
-    reader.end()
-    return number, first, ids
-
-
-def decode_intent(record: Record) -> tuple[int, Intent]:
-    reader = Reader(record)
-    number, first, size = reader.fields(_THREE)
-    action = bytes(reader.take(size))
-    reader.end()
-    return number, Intent(first, action)
-
-
-def decode_spill(record: Record) -> tuple[int, Spill]:
-    reader = Reader(record)
-    number, positions, size_bytes, digest, length = reader.fields(_SPILL)
-    spill = Spill(positions, size_bytes, digest, reader.text(length))
-    reader.end()
-    return number, spill
-
-
-def decode_finish(record: Record) -> tuple[int, int, str]:
-    reader = Reader(record)
-    number, response_tokens, length = reader.fields(_FINISH)
-    reason = reader.text(length)
-    reader.end()
-    return number, response_tokens, reason
 
 
 def chained(segments: Iterable[Segment], name: str) -> Iterator[Segment]:
@@ -453,9 +271,9 @@ def chained(segments: Iterable[Segment], name: str) -> Iterator[Segment]:
         log = log or header.log
         found = (header.segment, header.log, header.previous_digest, header.first_sequence)
         if found != (index, log, previous, last + 1):
-            raise _bad(segment.name, f"segment {index} of {log}, from record {last + 1}", str(header))
+            raise bad(segment.name, f"segment {index} of {log}, from record {last + 1}", str(header))
         yield segment
         last += len(segment.records)
         previous = segment.digest
     if log is None:
-        raise _bad(name, "a log of at least one segment", "none")
+        raise bad(name, "a log of at least one segment", "none")

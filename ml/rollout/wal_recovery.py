@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ml.rollout import wal_format as fmt
+from ml.rollout import wal_records
 from schemas.errors import FormatError, StoreError
 
 _BASE_RECORD_TOKENS = 1 << 16
@@ -32,14 +33,14 @@ class LoggedTrajectory:
     An observation's tokens have mask 0 and log-probabilities 0. finish_reason is None while it runs.
     """
 
-    admit: fmt.Admit
+    admit: wal_records.Admit
     ids: np.ndarray
     logprobs_raw: np.ndarray
     logprobs_sampled: np.ndarray
     sampled_mask: np.ndarray
     finish_reason: str | None = None
-    spill: fmt.Spill | None = None
-    intents: list[fmt.Intent] = field(default_factory=list)
+    spill: wal_records.Spill | None = None
+    intents: list[wal_records.Intent] = field(default_factory=list)
 
     @property
     def trajectory_id(self) -> str:
@@ -83,10 +84,10 @@ class _Replay:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.admits: list[fmt.Admit] = []
+        self.admits: list[wal_records.Admit] = []
         self.finishes: dict[int, tuple[int, str, str]] = {}
-        self.spills: dict[int, fmt.Spill] = {}
-        self.intents: dict[int, list[fmt.Intent]] = {}
+        self.spills: dict[int, wal_records.Spill] = {}
+        self.intents: dict[int, list[wal_records.Intent]] = {}
         self._ids: set[str] = set()
         self._columns: list[tuple[np.ndarray, ...]] = []
         self._unsorted_tokens = 0
@@ -102,7 +103,7 @@ class _Replay:
                 self._add(record)
 
     def _steps(self, records: Sequence[fmt.Record]) -> None:
-        numbers, firsts, counts, *columns = fmt.decode_steps(records)
+        numbers, firsts, counts, *columns = wal_records.decode_steps(records)
         self._known(records, numbers)
         ids, raw, sampled = (column.ravel() for column in columns)
         counts, indices = counts.ravel(), firsts.ravel()
@@ -115,7 +116,7 @@ class _Replay:
 
     def _add(self, record: fmt.Record) -> None:
         if record.type == fmt.ADMIT:
-            admit = fmt.decode_admit(record)
+            admit = wal_records.decode_admit(record)
             if admit.number != len(self.admits) or admit.trajectory_id in self._ids:
                 raise FormatError(record.where, expected=f"trajectory number {len(self.admits)}, a new id",
                                   found=f"number {admit.number}, id {admit.trajectory_id}")  # fmt: skip
@@ -124,19 +125,19 @@ class _Replay:
             self._parts.append([])
             self._lengths.append(0)
         elif record.type == fmt.OBSERVATION:
-            number, first, ids = fmt.decode_observation(record)
+            number, first, ids = wal_records.decode_observation(record)
             zeros = np.zeros(len(ids), np.float32)
             numbers = np.full(len(ids), self._known_number(record, number), np.uint32)
             indices, mask = first + np.arange(len(ids)), np.zeros(len(ids), np.uint8)
             self._append(numbers, indices, ids.copy(), zeros, zeros, mask)
         elif record.type == fmt.INTENT:
-            number, intent = fmt.decode_intent(record)
+            number, intent = wal_records.decode_intent(record)
             self.intents.setdefault(self._known_number(record, number), []).append(intent)
         elif record.type == fmt.SPILL:
-            number, spill = fmt.decode_spill(record)
+            number, spill = wal_records.decode_spill(record)
             self.spills[self._known_number(record, number)] = spill
         else:
-            number, response_tokens, reason = fmt.decode_finish(record)
+            number, response_tokens, reason = wal_records.decode_finish(record)
             if self._known_number(record, number) in self.finishes:
                 raise FormatError(record.where, expected="one finish a trajectory", found=f"another of number {number}")
             self.finishes[number] = (response_tokens, reason, record.where)
@@ -208,7 +209,7 @@ def recover(segments: Iterable[tuple[str, bytes]], name: str) -> Recovered:
     replay = _Replay(name)
     header, last_sequence, num_segments, torn_bytes = None, 0, 0, 0
     for segment in fmt.chained(_scanned(segments), name):
-        for _, run in groupby(segment.records, fmt.shape):
+        for _, run in groupby(segment.records, wal_records.shape):
             while records := list(islice(run, _REPLAYED_RECORDS)):
                 replay.add(records)
                 last_sequence = records[-1].sequence
@@ -258,7 +259,7 @@ def base_segment(recovered: Recovered | None, header: fmt.LogHeader, salt: bytes
 
 def _base_records(trajectories: list[LoggedTrajectory]):
     for number, t in enumerate(trajectories):
-        yield fmt.ADMIT, fmt.encode_admit(t.admit)
+        yield fmt.ADMIT, wal_records.encode_admit(t.admit)
         # Runs of equal mask: a step record holds sampled tokens, an observation the others.
         edges = np.flatnonzero(np.diff(t.sampled_mask)) + 1
         for start, end in zip([0, *edges], [*edges, len(t.ids)], strict=True):
@@ -266,12 +267,12 @@ def _base_records(trajectories: list[LoggedTrajectory]):
                 rows = slice(first, min(first + _BASE_RECORD_TOKENS, end))
                 if t.sampled_mask[first]:
                     ids, raw, sampled = t.ids[rows], t.logprobs_raw[rows], t.logprobs_sampled[rows]
-                    yield fmt.STEP, fmt.encode_step([number], [first], [len(ids)], ids, raw, sampled)
+                    yield fmt.STEP, wal_records.encode_step([number], [first], [len(ids)], ids, raw, sampled)
                 else:
-                    yield fmt.OBSERVATION, fmt.encode_observation(number, first, t.ids[rows])
+                    yield fmt.OBSERVATION, wal_records.encode_observation(number, first, t.ids[rows])
         for intent in t.intents:
-            yield fmt.INTENT, fmt.encode_intent(number, intent)
+            yield fmt.INTENT, wal_records.encode_intent(number, intent)
         if t.spill is not None:
-            yield fmt.SPILL, fmt.encode_spill(number, t.spill)
+            yield fmt.SPILL, wal_records.encode_spill(number, t.spill)
         if t.finish_reason is not None:
-            yield fmt.FINISH, fmt.encode_finish(number, len(t.ids), t.finish_reason)
+            yield fmt.FINISH, wal_records.encode_finish(number, len(t.ids), t.finish_reason)

@@ -28,7 +28,8 @@ from ml.checkpoint import load_model
 from ml.rollout.engine import EngineConfig, Request, RolloutEngine
 from ml.rollout.pages import pages_for
 from ml.rollout.sampling import SamplingParams
-from ml.rollout.wal import LogHeader, TokenLog
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from schemas import keys
 from tasks.bench.kolmogorov import ks_two_sample
 from tasks.bench.random_model import STOP_ID, VOCAB_SIZE

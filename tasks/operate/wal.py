@@ -17,6 +17,7 @@ import numpy as np
 from infra.store import ObjectStore
 from infra.stores import open_store, place
 from ml.rollout import wal_format as fmt
+from ml.rollout import wal_records
 from ml.rollout.wal_recovery import recover
 from schemas.errors import ConfigError, FormatError
 
@@ -162,25 +163,25 @@ def _trajectories(records: list[fmt.Record]) -> list[dict[str, Any]]:
 
     for record in records:
         if record.type == fmt.STEP:
-            numbers, _, counts, *_ = fmt.decode_step(record)
+            numbers, _, counts, *_ = wal_records.decode_step(record)
             for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
                 row(number)["sampled"] += count
         elif record.type == fmt.ADMIT:
-            admit = fmt.decode_admit(record)
+            admit = wal_records.decode_admit(record)
             row(admit.number).update(
                 trajectory_id=admit.trajectory_id, prompt_tokens=admit.prompt_tokens,
                 num_preemptions=admit.interruptions.preemptions, num_kv_restores=admit.interruptions.kv_restores,
                 num_prefill_rebuilds=admit.interruptions.prefill_rebuilds,
             )  # fmt: skip
         elif record.type == fmt.OBSERVATION:
-            number, _, ids = fmt.decode_observation(record)
+            number, _, ids = wal_records.decode_observation(record)
             row(number)["observed"] += int(np.size(ids))
         elif record.type == fmt.INTENT:
-            row(fmt.decode_intent(record)[0])["intents"] += 1
+            row(wal_records.decode_intent(record)[0])["intents"] += 1
         elif record.type == fmt.SPILL:
-            number, spill = fmt.decode_spill(record)
+            number, spill = wal_records.decode_spill(record)
             row(number).update(spilled_positions=spill.positions, spill_bytes=spill.size_bytes, spill_key=spill.key)
         else:
-            number, _, reason = fmt.decode_finish(record)
+            number, _, reason = wal_records.decode_finish(record)
             row(number)["finish_reason"] = reason
     return [rows[number] for number in sorted(rows)]

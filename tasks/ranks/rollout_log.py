@@ -12,7 +12,7 @@ import numpy as np
 from infra.store import ObjectStore
 from ml.rollout.engine import Finished, Request
 from ml.rollout.spill import SpilledKv
-from ml.rollout.wal import LogHeader
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, recover, segments_of
 from schemas.errors import ContractError
 from schemas.interruptions import Interruptions

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from infra import leases
 from ml.rollout.engine import RolloutEngine
 from ml.rollout.spill import KvLayout, SpilledKv
-from ml.rollout.wal import LogHeader, TokenLog
-from ml.rollout.wal_format import Spill, prompt_digest
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
+from ml.rollout.wal_records import Spill, prompt_digest
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered
 from schemas import keys
 from schemas.errors import ContractError, StoreError

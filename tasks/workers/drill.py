@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from infra.store import ObjectStore
-from ml.rollout import wal_format
+from ml.rollout import wal_format, wal_records
 from schemas import keys
 from schemas.work.messages import Resumed
 from schemas.work.rollout import Acknowledged
@@ -58,10 +58,10 @@ def sampled_again(segments: Sequence[tuple[str, bytes]], acknowledged: Mapping[s
         segment = wal_format.scan_segment(data, name, is_last=0 < number == len(segments) - 1)
         for record in segment.records:
             if record.type == wal_format.ADMIT:
-                admit = wal_format.decode_admit(record)
+                admit = wal_records.decode_admit(record)
                 names[admit.number] = admit.trajectory_id
             elif record.type == wal_format.STEP and number > 0:
-                entries, first_indices, counts, *_ = wal_format.decode_step(record)
+                entries, first_indices, counts, *_ = wal_records.decode_step(record)
                 for entry, first, count in zip(entries, first_indices, counts, strict=True):
                     again += max(0, min(acknowledged.get(names[int(entry)], 0), int(first) + int(count)) - int(first))
     return again

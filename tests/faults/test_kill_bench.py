@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ml.rollout.wal import LogHeader, TokenLog
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import read_folder, recover
 from tasks.workers.drill import sampled_again
 

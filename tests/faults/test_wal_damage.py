@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from ml.rollout.wal import LogHeader, TokenLog
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import base_segment, read_folder, recover
 from schemas.errors import FormatError
 from tests.faults.wal_writer import HEADER, DamageTable, Segments, State, Writer, outcome

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from ml.rollout.wal import Disk, LogHeader, TokenLog
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import read_folder, recover
+from ml.rollout.wal_segment import Disk
 from schemas.errors import StoreError
 from tests.faults.wal_writer import HEADER, DamageTable, Segments, State, Writer, state_of, token_of
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from infra.store import ObjectStore
-from ml.rollout.wal import Disk, LogHeader, TokenLog
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import read_folder
+from ml.rollout.wal_segment import Disk
 from schemas import keys
 from tasks.ranks.rollout_log import newest_log
 from tasks.workers.logs import local_log

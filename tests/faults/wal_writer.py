@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from ml.rollout.wal import LogHeader, TokenLog
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import Recovered, recover
 from schemas.errors import FormatError
 

@@ -14,7 +14,8 @@ from ml.rollout.engine import Finished, Request
 from ml.rollout.runner import Runner
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.scheduler import Scheduler, Sequence
-from ml.rollout.wal import LogHeader, TokenLog
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import read_folder, recover
 from schemas.errors import ContractError
 from schemas.interruptions import UNINTERRUPTED

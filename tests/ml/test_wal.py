@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml.rollout import wal_format as fmt
-from ml.rollout.wal import LogHeader, TokenLog
+from ml.rollout import wal_records
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import Recovered, base_segment, read_folder, recover, segments_of
 
 HEADER = LogHeader("nightly-7", 3, 11, 2, "c0ffee" * 10)
@@ -159,7 +160,7 @@ def apply_script(log: TokenLog, script: list[tuple]) -> dict:
         elif operation == "spill":
             name, positions, key = rest
             digest = hashlib.sha256(key.encode()).digest()
-            log.append_spill(numbers[name], fmt.Spill(positions, positions * 7, digest, key))
+            log.append_spill(numbers[name], wal_records.Spill(positions, positions * 7, digest, key))
             want[name]["spill"] = (positions, positions * 7, digest, key)
         elif operation == "finish":
             name, reason = rest

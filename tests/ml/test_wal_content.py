@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ml.rollout import wal_format as fmt
-from ml.rollout.wal import LogHeader
+from ml.rollout import wal_records
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import base_segment, recover
 from schemas.errors import FormatError
 from tests.ml.test_wal import HEADER, as_plain
@@ -27,11 +28,11 @@ def segment_of(*records: tuple[int, bytes], log=HEADER, segment=0, previous_dige
     return bytes(out + fmt.encode_frame(zlib.crc32(SALT), fmt.SEAL, len(records), seal))
 
 
-ADMIT = (fmt.ADMIT, fmt.encode_admit(fmt.Admit(0, "t", bytes(32), 1)))
+ADMIT = (fmt.ADMIT, wal_records.encode_admit(wal_records.Admit(0, "t", bytes(32), 1)))
 
 
 def step(number: int, first: int, count: int = 1) -> tuple[int, bytes]:
-    return fmt.STEP, fmt.encode_step([number], [first], [count], [1] * count, [0.0] * count, [0.0] * count)
+    return fmt.STEP, wal_records.encode_step([number], [first], [count], [1] * count, [0.0] * count, [0.0] * count)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,9 @@ def step(number: int, first: int, count: int = 1) -> tuple[int, bytes]:
         ([ADMIT, step(0, 0, 2), step(0, 1)], "one after another"),
         ([ADMIT, step(0, 0), step(0, 2)], "one after another"),
         ([ADMIT, ADMIT], "trajectory number 1"),
-        ([ADMIT, (fmt.ADMIT, fmt.encode_admit(fmt.Admit(1, "t", bytes(32), 1)))], "a new id"),
-        ([ADMIT, (fmt.FINISH, fmt.encode_finish(0, 3, "stop"))], "3 response tokens"),
-        ([ADMIT, *[(fmt.FINISH, fmt.encode_finish(0, 0, "stop"))] * 2], "one finish"),
+        ([ADMIT, (fmt.ADMIT, wal_records.encode_admit(wal_records.Admit(1, "t", bytes(32), 1)))], "a new id"),
+        ([ADMIT, (fmt.FINISH, wal_records.encode_finish(0, 3, "stop"))], "3 response tokens"),
+        ([ADMIT, *[(fmt.FINISH, wal_records.encode_finish(0, 0, "stop"))] * 2], "one finish"),
         ([ADMIT, (fmt.STEP, step(0, 0)[1][:-1])], "more bytes in the record"),
         ([ADMIT, (fmt.STEP, step(0, 0)[1] + b"x")], "a record of"),
         ([ADMIT, (fmt.STEP, struct.pack("<II", 2**32 - 1, 2**32 - 1))], "more bytes in the record"),
@@ -66,10 +67,10 @@ PAYLOADS = st.one_of(
     st.builds(
         lambda record, at, word: (record[0], record[1][: 4 * at] + word + record[1][4 * at + 4 :]),
         st.sampled_from([ADMIT, (fmt.STEP, STEP), (fmt.STEP, step(0, 1, 3)[1]),
-                         (fmt.OBSERVATION, fmt.encode_observation(0, 1, [5, 6])),
-                         (fmt.FINISH, fmt.encode_finish(0, 1, "stop")),
-                         (fmt.SPILL, fmt.encode_spill(0, fmt.Spill(1, 2, bytes(32), "k"))),
-                         (fmt.INTENT, fmt.encode_intent(0, fmt.Intent(1, b"act")))]),
+                         (fmt.OBSERVATION, wal_records.encode_observation(0, 1, [5, 6])),
+                         (fmt.FINISH, wal_records.encode_finish(0, 1, "stop")),
+                         (fmt.SPILL, wal_records.encode_spill(0, wal_records.Spill(1, 2, bytes(32), "k"))),
+                         (fmt.INTENT, wal_records.encode_intent(0, wal_records.Intent(1, b"act")))]),
         st.integers(0, 12), st.sampled_from([bytes(4), b"\1\0\0\0", b"\2\0\0\0", b"\xff" * 4, b"\xff\xff\xff\x7f"]),
     ),
 )  # fmt: skip

@@ -12,7 +12,8 @@ from flows.cli import main
 from infra import leases
 from infra.store import ObjectStore
 from infra.store_local import LocalStore
-from ml.rollout.wal import LogHeader, TokenLog
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import recover
 from schemas import keys
 from schemas.errors import ContractError, StoreError

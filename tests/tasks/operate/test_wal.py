@@ -10,8 +10,9 @@ import pytest
 
 from flows.cli import main
 from infra.store import ObjectStore
-from ml.rollout.wal import LogHeader, TokenLog
-from ml.rollout.wal_format import Spill
+from ml.rollout.wal import TokenLog
+from ml.rollout.wal_format import LogHeader
+from ml.rollout.wal_records import Spill
 from ml.rollout.wal_recovery import read_folder, recover
 from tasks.operate.wal import read_logs
 
