@@ -31,6 +31,7 @@ from ml.rollout.sampling import SamplingParams
 from ml.rollout.wal import TokenLog
 from ml.rollout.wal_format import LogHeader
 from schemas import keys
+from schemas.work.rollout import RolloutRequest
 from tasks.bench.kolmogorov import ks_two_sample
 from tasks.bench.random_model import STOP_ID, VOCAB_SIZE
 from tasks.bench.survival_plot import survival_svg
@@ -127,7 +128,7 @@ class Preemptor:
             told = pool.acknowledged.get(partition)
             if told is None or partition not in pool.suspects or not pool.suspects[partition].running:
                 continue  # not sampling yet
-            life = partition, told["epoch"]
+            life = partition, told.epoch
             if life not in self._ends:
                 self._ends[life] = time.monotonic() + self._rng.expovariate(1 / _MEAN_SECONDS)
             elif time.monotonic() >= self._ends[life]:
@@ -149,7 +150,7 @@ def discard_and_regenerate(trial: Trial, partition: int, *, mean_steps: float, c
     model = load_model(trial.model, precision="bf16", compute="bf16", device="cpu")
     torch.set_num_threads(1)
     rng = random.Random(f"discard:{partition}")
-    waiting = sorted(trial.requests(0, partition), key=lambda r: r["trajectory_id"])
+    waiting = sorted(trial.requests(0, partition), key=lambda r: r.trajectory_id)
     wanted = round(closed_at * len(waiting))
     done: list[int] = []
     lost = attempt = 0
@@ -157,17 +158,17 @@ def discard_and_regenerate(trial: Trial, partition: int, *, mean_steps: float, c
         finished, sampled = _life(trial, model, waiting, attempt, rng.expovariate(1 / mean_steps), wanted - len(done))
         done += finished.values()
         lost += sampled - sum(finished.values())
-        waiting = [r for r in waiting if r["trajectory_id"] not in finished]
+        waiting = [r for r in waiting if r.trajectory_id not in finished]
         attempt += 1
     return Batch(done, lost)
 
 
 def _life(
-    trial: Trial, model: Any, requests: list[dict[str, Any]], attempt: int, steps: float, wanted: int
+    trial: Trial, model: Any, requests: list[RolloutRequest], attempt: int, steps: float, wanted: int
 ) -> tuple[dict[str, int], int]:
     """Response tokens of what finishes within so many steps, and all tokens that were sampled."""
     page_tokens = 64
-    pages = pages_for(len(requests[0]["prompt_ids"]) + trial.response_tokens, page_tokens)
+    pages = pages_for(len(requests[0].prompt_ids) + trial.response_tokens, page_tokens)
     config = EngineConfig.on(
         torch.device("cpu"), max_sequences=trial.max_sequences, page_tokens=page_tokens,
         num_pages=trial.max_sequences * pages,
@@ -179,11 +180,9 @@ def _life(
     ):
         engine = RolloutEngine(model, config, SamplingParams(), (STOP_ID,), VOCAB_SIZE, log)
         for request in requests:
-            again = f"{request['trajectory_id']}:{attempt}" if attempt else ""
-            key = keys.sampling_key(trial.seed, again) if again else request["sampling_key"]
-            engine.add(
-                Request(request["trajectory_id"], tuple(request["prompt_ids"]), key, request["max_response_tokens"])
-            )
+            again = f"{request.trajectory_id}:{attempt}" if attempt else ""
+            key = keys.sampling_key(trial.seed, again) if again else request.sampling_key
+            engine.add(Request(request.trajectory_id, request.prompt_ids, key, request.max_response_tokens))
         while engine.has_work() and steps > 0 and len(finished) < wanted:
             finished |= {f.trajectory_id: len(f.response_ids) for f in engine.step()}
             steps -= 1
