@@ -1,8 +1,9 @@
 """Does an object store keep the promises that runs rely on, and has this machine what they need?
 
-Store promises are tried on the store itself, under doctor/, and removed. A service may ignore what it does not know: a
-PUT that should be conditional overwrites, a range brings the whole object. Nothing would fail at once; two owners
-would. So each promise is tested by what a breach would show.
+The store's promises are tried on the store itself, with objects under doctor/ that are removed again. A service may
+ignore what it does not know: a PUT that should be conditional overwrites, a range returns the whole object. Such a
+breach raises no error at once, but lets two processes own the same thing later. So each promise is tested by what a
+breach of it would show.
 """
 
 from __future__ import annotations

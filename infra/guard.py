@@ -1,6 +1,6 @@
 """Ends a process whose owner has ended, in whatever way: `python -m infra.guard PID`, whose stdin ends with the owner.
 
-For processes that others start in our name, which no PR_SET_PDEATHSIG can reach.
+It serves for processes that a library starts for us, on which we cannot set PR_SET_PDEATHSIG.
 """
 
 from __future__ import annotations

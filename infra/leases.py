@@ -3,9 +3,9 @@
     OWNED/epochs/000001.json       one object an epoch (infra.epochs): a lease, a manifest or a revocation
     OWNED/heartbeats/000001.json   {"counter": 17, "nonce": ..., "released": false}, written again by the owner
 
-Who wants to own puts a lease at the next number; who finishes puts the manifest at the number after its own, so
-whoever was superseded cannot finish and what is finished cannot be taken over. A store cannot stop a superseded owner
-from writing: nothing it writes is ever read.
+To own, a process puts a lease at the next number. To finish, it puts the manifest at the number after its own lease. So
+a superseded owner cannot finish, and what is finished cannot be taken over. A store cannot stop a superseded owner from
+writing, but nothing that it writes is ever read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors of S3 requests: which of them pass by themselves, and what a user is told of the others."""
+"""Errors of S3 requests: which of them are worth another try, and what the user is told of the others."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
                  <--own pipe: one JSON answer a line, and before it what the call waits for--
 
 The flow's process never imports pyspark, and a JVM that crashes takes only the child with it. What the child and
-the JVM print goes to a log file, never into an answer. The child ends when its stdin does, so it cannot outlive the
-flow, whichever way that ended.
+the JVM print goes to a log file, never into an answer. The child ends when its stdin ends, so it cannot outlive the
+flow, however the flow ends.
 """
 
 from __future__ import annotations

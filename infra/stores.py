@@ -1,4 +1,4 @@
-"""Where the data of a root lies: its object store, and what Spark and delta-rs are told to reach its tables.
+"""Where the data of a root lies: opens its object store, and has the options with which Spark and delta-rs reach it.
 
 A kind of place is one module beside this one and one line of `place`; how its root is spelt stands in schemas.root.
 """

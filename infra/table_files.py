@@ -5,8 +5,8 @@
                                *.checkpoint.parquet
                     COLUMN=VALUE/.../part-*.parquet          rows
 
-Readers pass over an entry that is empty, or cut between two lines: its rows would be missing without a word. So each
-read looks at the newest entry and compares the number of files with Delta's summary of the version.
+Readers pass over an entry that is empty, or cut between two lines, and its rows would be missing without an error. So
+each read looks at the newest entry and compares the number of files with Delta's summary of the version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A word to the person who waits."""
+"""Lines on stderr for the person who waits at the terminal."""
 
 from __future__ import annotations
 

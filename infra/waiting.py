@@ -1,4 +1,4 @@
-"""No long wait without a word: what waits for a store says so here, and one thread of the process speaks for all.
+"""Notes about long waits: a call that waits for a store registers here, and one thread of the process reports them all.
 
 The oldest wait is spoken of after ten seconds and again every ten, on stderr or where `speak_through` says. A try that
 hangs without an answer is a wait like one that failed and is tried again.

@@ -115,9 +115,10 @@ class Linear(nn.Module):
 
     fp8 (of an MXFP4 master in bf16 compute): with gradients enabled, forward and backward multiply in FP8 where FP8
     holds all of W's values, and in bf16 where it does not. `fp8_exact` says which; None: the next forward finds out.
-    It is kept because reading it waits for the device, and so that a forward that is recomputed in backward goes the
-    same way. `Fp8Weights` sets it anew, and may hold the codes too. torch's in-place writes to the weight end both; who
-    writes past torch's count of them (`.data`, DeepSpeed's update) renews them.
+    The answer is kept because reading it waits for the device, and so that a forward that is recomputed in backward
+    goes the same way. `Fp8Weights` finds the answer again after an update, and may hold the FP8 codes too. An in-place
+    write that torch counts makes both invalid. A write that torch does not count (to `.data`, or DeepSpeed's update)
+    does not, so whoever makes one calls `Fp8Weights.renew` afterwards.
     """
 
     def __init__(
@@ -219,12 +220,12 @@ class Linear(nn.Module):
 
 
 class Fp8Weights:
-    """What FP8 makes of the linears' weights, learnt anew after every change of them.
+    """Which linears' weights FP8 holds, and their FP8 codes; `renew` computes both after every change of the weights.
 
-    whole: whether the weights are there between passes, as they are but under ZeRO-3. Their codes are then held until
-    the next `renew`, those of the transpose too: two bytes an element, which forward, recomputation and backward need
-    not make. Where weights exist only while their module runs, nothing is held; the next forward looks, and waits by
-    itself.
+    whole: whether the weights exist between passes, as they do except under ZeRO-3. Then the codes of each weight and
+    of its transpose are held until the next `renew`, two bytes an element, so that forward, recomputation and backward
+    need not make them. Where weights exist only while their module runs, nothing is held: the next forward checks the
+    weight, and waits for the device.
     """
 
     def __init__(self, linears: Sequence[Linear], *, whole: bool) -> None:

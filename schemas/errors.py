@@ -13,16 +13,15 @@ _CREDENTIALS = re.compile(r"//[^/\s]*@")
 
 
 def without_credentials(text: str) -> str:
-    """The text with no user's name and password left in its URLs: of every message, one's own and foreign."""
+    """The text without the user names and passwords of its URLs; every message goes through it."""
     return _CREDENTIALS.sub("//", text)
 
 
 class OpdError(Exception):
     """Base of the family.
 
-    where: the file and offset, table and key, or setting at fault; expected, found: the two sides of the
-    breach; safe: what remains intact; next_command: what the user can run now, both as the kind has them unless
-    given.
+    where: the file and offset, table and key, or setting at fault. expected, found: the two sides of the breach.
+    safe: what remains intact. next_command: what the user can run now. The last two have a default for each kind.
     """
 
     kind = "error"

@@ -1,8 +1,8 @@
 """Prompts: rows of the prompts table from a run's configuration, and which of them an iteration takes.
 
-Rows are a function of the configuration alone. What makes two rows one prompt is their content, never where it came
-from. Held-out prompts are the first of a seeded permutation; the rest
-are walked slice by slice, one new permutation an epoch, so every prompt is used once before any is used twice.
+Rows are a function of the configuration alone. Two rows of equal content are one prompt, wherever they come from. The
+held-out prompts are the first ones of a seeded permutation. The other prompts are walked slice by slice, and permuted
+again when all are used, so every prompt is used once before any is used twice.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_prompts(config: RunConfig) -> tuple[list[dict[str, Any]], dict[str, int
         for row in _gym_rows(dataset, config.seed):
             rows.setdefault(
                 _what_it_asks(row), row
-            )  # generators repeat themselves by chance: nobody needs to hear of it
+            )  # generators repeat themselves by chance, which is not worth a note
     weights = {teacher.id: teacher.weight for teacher in config.teachers}
     for row in rows.values():
         row["prompt_id"] = keys.prompt_id(row)

@@ -1,4 +1,4 @@
-"""`opd show`: what a run has made, for a person: its stages, its figures, and sampled texts."""
+"""`opd show` prints what a run has made: its stages, its figures, and sampled texts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Read-only SQL over the tables, for `opd sql`.
 
-Commits belong to the stages, one at a time under a lease, and who may ask need not be allowed to read the machine's
-files or the process's environment. So a statement runs only if Spark's parser makes of it nothing but the nodes that
-are listed here, over tables of this catalog alone, in a session without the functions that reach the JVM or files.
+Only stages commit, one at a time under a lease, and a person who may query tables need not be allowed to read the
+machine's files or the process's environment. So a statement runs only if Spark's parser makes nothing of it but the
+nodes that are listed here, over tables of this catalog alone, in a session without the functions that reach the JVM or
+files.
 """
 
 from __future__ import annotations

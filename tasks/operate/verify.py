@@ -1,8 +1,9 @@
 """`opd verify RUN`: recompute every checksum and invariant of a run from the store and the tables, without a JVM.
 
 It trusts nothing that a stage remembered: objects are hashed again, rows are read from the tables, and the
-invariants are counted from the rows themselves (tasks.operate.invariants). What an unfinished iteration lacks is no
-breach: the report says how far the run is. It holds the rows of one iteration and a part of one object at a time.
+invariants are counted from the rows themselves (tasks.operate.invariants). What an unfinished iteration does not have
+yet is no breach; the report says how far the run is. Memory holds the rows of one iteration and a part of one object at
+a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether a start of a run is one: its configuration against the run's records.
+"""Whether a run may start: compares its configuration with the run's records.
 
 Every start compares with the newest record. A difference is an error that names `--from-iteration K`, which writes the
-next record and deletes the rows of iterations from K on. Stages whose facts did not change recommit by themselves. A
-run that has made nothing yet takes a changed configuration as it comes.
+next record and deletes the rows of iterations from K on. Stages whose facts did not change commit their rows again. A
+run that has made nothing yet accepts a changed configuration.
 
 A setting that the newest record does not know and that is at its default is no difference and enters no fingerprint.
 Records of version 0.1 have no "format": their digests saw tensors alone. A run that began with one is continued by a

@@ -1,7 +1,7 @@
 """Reading the JSON objects that a run's truth rests on: its record, its stages' manifests, its partitions' manifests.
 
-They are checked when they are read, so that damage which is still JSON ends in a FormatError that names the object,
-and never far from it.
+They are checked when they are read. So an object that is damaged but still JSON raises a FormatError that names it, and
+not another error later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run being driven: its lease, its records, its store, and the one Spark child of the flow."""
+"""The session of a driver: the run's lease, its records, its store, and the one Spark child of the flow."""
 
 from __future__ import annotations
 

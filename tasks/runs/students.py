@@ -1,8 +1,8 @@
 """Which student an iteration samples with: the configured model, or the checkpoint of the iteration before.
 
-A student is a reference. Checkpoints are objects; ranks read folders. So whoever executes a stage has the version
+A student is a reference to objects of the store, but ranks read folders. So before a stage is executed, the version is
 copied into the run's scratch folder, under its digest; the copy appears when all of it is checked and durable. The
-student in use and the one that it was trained from stay there, older copies go.
+copies of the student in use and of the one from which it was trained stay there; older copies are deleted.
 """
 
 from __future__ import annotations
