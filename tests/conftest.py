@@ -19,10 +19,22 @@ __all__ = ["s3", "s3_process", "spark", "spark_root", "store"]
 
 #: Fixture -> the marker of every test that asks for it, so that `-m "not spark and not s3"` needs no JVM and no server.
 _SERVERS = {"spark": "spark", "spark_root": "spark", "s3": "s3", "s3_process": "s3"}
+#: Folders and files whose tests start rank processes, campaigns or servers, train, or interpret Triton on the CPU.
+_SLOW = (
+    "e2e/", "faults/", "kernels/", "flows/test_hangup", "flows/test_deployments", "flows/test_preemption",
+    "infra/test_doctor", "infra/test_jars", "infra/test_launch", "infra/test_leases", "infra/test_owners",
+    "infra/test_promises", "infra/test_spark", "infra/test_table", "infra/test_threads", "ml/test_engine",
+    "ml/test_fp8_loop", "ml/test_loader", "ml/test_mxfp4_loop", "ml/test_rollout_bench", "ml/test_spill",
+    "ml/test_teacher", "ml/test_tensor_parallel", "ml/test_together", "ml/test_train", "ml/test_wal", "tasks/bench/",
+    "tasks/operate/", "tasks/ranks/", "tasks/rewards/test_child", "tasks/rewards/test_confinement",
+    "tasks/rewards/test_gym_scores", "tasks/teachers/",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(_SLOW):
+            item.add_marker("slow")
         for name in {_SERVERS[name] for name in getattr(item, "fixturenames", ()) if name in _SERVERS}:
             item.add_marker(name)
 
