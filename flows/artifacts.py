@@ -28,7 +28,7 @@ def published(result: StageResult) -> StageResult:
     """The result itself, once artifacts `RUN-STAGE` (markdown) and `RUN-STAGE-metrics` (table) show it in the UI."""
     session = current_session()
     name = f"{session.run_id}-{result.stage}".lower().replace("_", "-").replace(".", "-")
-    rows = {table: entry["num_rows"] for table, entry in result.manifest["tables"].items()}
+    rows = {table: entry.num_rows for table, entry in result.manifest.tables.items()}
     text = "\n".join(
         [
             f"## {result.stage}, iteration {result.iteration} of run {session.run_id}",

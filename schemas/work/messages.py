@@ -190,8 +190,9 @@ _KINDS: dict[str, type[Message]] = {
 
 
 def write(message: Message) -> str:
-    """The message's line, in ASCII, since a process does not choose the encoding of its stdout."""
-    return json.dumps({"event": message.event} | typed_json.to_json(message), allow_nan=False) + "\n"
+    """The message's line, fields that are None left out; ASCII, whatever the encoding of stdout."""
+    told = {name: value for name, value in typed_json.to_json(message).items() if value is not None}
+    return json.dumps({"event": message.event} | told, allow_nan=False) + "\n"
 
 
 def read(line: dict[str, Any], where: str) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from schemas.work.model import ModelSource
 
@@ -85,3 +85,19 @@ class TrainWork:
     dead_after_seconds: float
     scratch: str
     settings: TrainSettings
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What stands beside the moments. optimizer_steps: that they have seen, of all iterations."""
+
+    optimizer_steps: int
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What stands beside a checkpoint in the middle of a plan. steps: of the plan. metrics: rows up to there."""
+
+    steps: int
+    optimizer_steps: int
+    metrics: list[dict[str, Any]]

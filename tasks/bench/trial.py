@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra import leases
 from infra.stores import open_store
 from ml.rollout.wal_recovery import read_folder
 from schemas import config, keys
@@ -20,6 +19,7 @@ from schemas.rows import TRAJECTORIES, content_digest
 from schemas.work.rollout import RolloutPartition, RolloutRequest
 from tasks.bench.random_model import STOP_ID, VOCAB_SIZE, write_random_model
 from tasks.inputs.models import model_digest
+from tasks.runs.manifests import read_partition
 from tasks.runs.session import LOGS, Session, spark_child
 from tasks.stages.rollout import rollout_work
 from tasks.workers.logs import local_log, stored_log
@@ -126,10 +126,10 @@ class Trial:
         return Session(settings, open_store(settings.data), spark_child(settings))
 
     def _outcome(self, session: Session, iteration: int, partition: int) -> Outcome:
-        found = leases.finished(session.store, keys.partition_prefix(self.stage(iteration), partition))
+        found = read_partition(session.store, self.stage(iteration), partition)
         assert found is not None, f"partition {partition} has no manifest"
-        rows = [json.loads(line) for line in session.store.get(found.manifest["rows_key"]).splitlines()]
-        shard = session.store.get(found.manifest["objects"][0]["key"])
+        rows = [json.loads(line) for line in session.store.get(found.manifest.rows_key).splitlines()]
+        shard = session.store.get(found.manifest.objects[0].key)
         return Outcome(shard, rows, content_digest(TRAJECTORIES, rows))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,20 +53,20 @@ def export(root: str, run_id: str, to: str | Path, *, iteration: int | None = No
                             next_command=f"opd show --data {root}")  # fmt: skip
     trained = _trained(store, history, run_id, iteration)
     record = dict(history.records)[history.in_force(trained.iteration)]
-    checkpoint = trained.stats["checkpoint"]
+    student = trained.manifest.student()
     with tempfile.TemporaryDirectory(prefix="opd-export-", dir=_existing_parent(folder)) as scratch:
         source = Path(scratch) / "fp32"
         source.mkdir()
-        copy_objects(store, checkpoint["export"], source, run_id)
+        copy_objects(store, student.export, source, run_id)
         staged = source if dtype == "fp32" else Path(scratch) / dtype
         if dtype != "fp32":
-            _convert(staged, source, dtype, record["config"]["student"]["precision"])
+            _convert(staged, source, dtype, record.config["student"]["precision"])
         (staged / CARD).write_text(card(store, history, run_id, trained, dtype))
         with whole_folder(folder, what="the student", safe="its objects") as partial:
             for path in sorted(staged.iterdir()):
                 path.rename(partial / path.name)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    return Exported(folder, trained.iteration, checkpoint["version"], size)
+    return Exported(folder, trained.iteration, student.version, size)
 
 
 def _convert(folder: Path, source: Path, dtype: str, precision: Any) -> None:
@@ -103,22 +103,22 @@ def _iterations(store: Any, run_id: str) -> int:
 def card(store: Any, history: History, run_id: str, trained: StageResult, dtype: str) -> str:
     """The model card: sources, data, training and figures, from the run's records and manifests alone."""
     record = dict(history.records)[history.in_force(trained.iteration)]
-    config = record["config"]
-    base, licence = record["student_path"], _licence(Path(record["student_path"]))
+    config = record.config
+    base, licence = record.student_path, _licence(Path(record.student_path))
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [on-policy-distillation]",
              *([f"license: {licence}"] if licence else []), "---"]  # fmt: skip
     teachers = [
-        f"- `{t['id']}`, weight {t['weight']:g}, model digest `{record['models']['teacher:' + t['id']][:16]}`"
+        f"- `{t['id']}`, weight {t['weight']:g}, model digest `{record.models['teacher:' + t['id']][:16]}`"
         for t in config["teachers"]
     ]
     return "\n".join([
         *front, "", f"# Student of run `{run_id}`, iteration {trained.iteration}", "",
-        f"Trained from `{Path(base).name}` (model digest `{record['models']['student'][:16]}`) by on-policy",
+        f"Trained from `{Path(base).name}` (model digest `{record.models['student'][:16]}`) by on-policy",
         f"distillation with opd {importlib.metadata.version('opd')}. Version of the student:",
-        f"`{trained.stats['checkpoint']['version']}`. Weights: {_weights(dtype, config['student']['precision'])}",
+        f"`{trained.manifest.student().version}`. Weights: {_weights(dtype, config['student']['precision'])}",
         "" if licence else "\nThe folder of the model that it was trained from names no licence.", "",
         "## Teachers", "", *teachers, "",
-        "## Prompts", "", *_prompts(config["prompts"], record["prompt_files"]), "",
+        "## Prompts", "", *_prompts(config["prompts"], record.prompt_files), "",
         "## Figures", "",
         "| iteration | trajectories | reward, training | reward, held-out | held-out KL, before | after |",
         "|---|---|---|---|---|---|",
@@ -152,7 +152,7 @@ def _licence(folder: Path) -> str:
     return ""
 
 
-def _prompts(prompts: Mapping[str, Any], files: list[str]) -> list[str]:
+def _prompts(prompts: Mapping[str, Any], files: Iterable[str]) -> list[str]:
     lines = [f"- generated `{d['name']}`, {d['size']} prompts" for d in prompts["datasets"]]
     lines += [f"- file `{Path(name).name}`" for name in files]
     return [*lines, f"- {prompts['per_iteration']} prompts an iteration, {prompts['heldout']} held out"]

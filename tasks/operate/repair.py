@@ -25,11 +25,14 @@ from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ContractError, FormatError, OpdError, StageError, StoreError
 from schemas.rows import PROMPTS, TABLES, content_digest, json_lines
+from schemas.typed_json import encode
+from schemas.work.manifest import Lost, PartitionManifest, StageManifest, TableSlice
 from tasks.operate.objects import digest_of
 from tasks.runs.finished import past_stage
 from tasks.runs.manifests import read_partition, read_revoked
 from tasks.runs.records import read_history
 from tasks.runs.session import RUN_LEASE_DEAD_AFTER_SECONDS, Progress, silent
+from tasks.runs.stage import table_entry
 
 REMAKE = "opd run CONFIG makes it anew, and compares it with what it was"
 _STAGE_MANIFEST = re.compile(r"runs/[^/]+/(\d{5})/([^/]+)/[^/]+/manifest\.json")
@@ -118,7 +121,7 @@ class _Repair:
 
     # --- manifests
 
-    def in_force(self, run: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def in_force(self, run: str) -> Iterator[tuple[str, StageManifest]]:
         """(prefix, manifest) of each stage that counts as finished. One that cannot be read is broken for good."""
         try:
             history = read_history(self.store, run)
@@ -137,9 +140,9 @@ class _Repair:
 
     # --- tables
 
-    def tables(self, manifests: dict[str, list[tuple[str, dict[str, Any]]]]) -> None:
+    def tables(self, manifests: dict[str, list[tuple[str, StageManifest]]]) -> None:
         """Set aside what cannot be read, say what is missing."""
-        named = {table for found in manifests.values() for _, m in found for table in m["tables"]}
+        named = {table for found in manifests.values() for _, m in found for table in m.tables}
         if self.store.list("prompts/"):
             named.add("prompts")
         refused, there = {}, []
@@ -172,9 +175,9 @@ class _Repair:
 
     # --- slices
 
-    def slices(self, manifests: dict[str, list[tuple[str, dict[str, Any]]]]) -> None:
+    def slices(self, manifests: dict[str, list[tuple[str, StageManifest]]]) -> None:
         todo = [(run, table, entry) for run, found in manifests.items() for _, manifest in found
-                for table, entry in manifest["tables"].items()]  # fmt: skip
+                for table, entry in manifest.tables.items()]  # fmt: skip
         prompts = [key for key in self.store.list("prompts/") if key.endswith(".jsonl")]
         total = len(prompts) + len(todo)
         for index, key in enumerate(prompts):
@@ -182,7 +185,7 @@ class _Repair:
             self._prompts(key)
         for index, (run, table, entry) in enumerate(todo, len(prompts)):
             self.progress("slices", index, total, "slices")
-            what = f"opd.{table}, " + ", ".join(f"{name} {value}" for name, value in entry["slice"].items())
+            what = f"opd.{table}, " + ", ".join(f"{name} {value}" for name, value in entry.slice.items())
             if run in self.live:
                 if not self._holds(table, entry):
                     self.found(what, f"rows are missing; run {run} is live: {self.live[run]}",
@@ -205,54 +208,53 @@ class _Repair:
         except FormatError as error:
             self.broken(key, error)
             return
-        entry = {
-            "slice": {"source": sources.pop()}, "row_keys": [key], "num_rows": len(rows),
-            "digest": content_digest(PROMPTS, rows), "whole_digest": content_digest(PROMPTS, rows, observed=True),
-        }  # fmt: skip
-        self._refill(f"opd.prompts, source {entry['slice']['source']}", "prompts", entry)
+        source = sources.pop()
+        self._refill(
+            f"opd.prompts, source {source}", "prompts", table_entry("prompts", {"source": source}, [key], rows)
+        )
 
-    def _refill(self, what: str, table: str, entry: dict[str, Any]) -> None:
+    def _refill(self, what: str, table: str, entry: TableSlice) -> None:
         if self._holds(table, entry):
             return
         if self.dry_run:
-            self.found(what, "other rows than those of its manifest, or none", f"filled with {entry['num_rows']} rows")
+            self.found(what, "other rows than those of its manifest, or none", f"filled with {entry.num_rows} rows")
             return
         try:
             self.spark.call(
-                tables.commit_slice, root=self.root, table=table, slice=entry["slice"],
-                row_keys=entry["row_keys"], num_rows=entry["num_rows"], content_digest=entry["digest"],
+                tables.commit_slice, root=self.root, table=table, slice=entry.slice,
+                row_keys=list(entry.row_keys), num_rows=entry.num_rows, content_digest=entry.digest,
             )  # fmt: skip
         except (FormatError, ContractError, StoreError, StageError) as error:
             self.broken(what, error)
             return
-        self.found(what, "other rows than those of its manifest, or none", f"filled with {entry['num_rows']} rows")
+        self.found(what, "other rows than those of its manifest, or none", f"filled with {entry.num_rows} rows")
 
-    def _holds(self, table: str, entry: dict[str, Any]) -> bool:
+    def _holds(self, table: str, entry: TableSlice) -> bool:
         if table in self.to_be_set_aside:
             return False
         try:
-            rows = tables.read_rows(self.root, table, entry["slice"])
+            rows = tables.read_rows(self.root, table, entry.slice)
         except FormatError:  # said once, of the table
             return False
         whole = content_digest(TABLES[table], rows, observed=True)
-        return len(rows) == entry["num_rows"] and whole == entry["whole_digest"]
+        return len(rows) == entry.num_rows and whole == entry.whole_digest
 
     # --- objects
 
-    def objects(self, manifests: list[tuple[str, dict[str, Any]]]) -> None:
+    def objects(self, manifests: list[tuple[str, StageManifest]]) -> None:
         """Hash what the run's partitions have written, and the rows that their stages have derived."""
         todo = [(prefix, manifest, int(partition)) for prefix, manifest in manifests
-                for partition in sorted(manifest["partitions"], key=int)]  # fmt: skip
+                for partition in sorted(manifest.partitions, key=int)]  # fmt: skip
         for index, (prefix, manifest, partition) in enumerate(todo):
             self.progress("objects", index, len(todo), "partitions")
             self._partition(prefix, manifest, partition)
         self.progress("objects", len(todo), len(todo), "partitions")
         for prefix, manifest in manifests:
-            for table, entry in manifest["tables"].items():
-                if len(entry["row_keys"]) == 1 and entry["row_keys"][0].startswith(f"{prefix}/tables/"):
+            for table, entry in manifest.tables.items():
+                if len(entry.row_keys) == 1 and entry.row_keys[0].startswith(f"{prefix}/tables/"):
                     self._derived(table, entry)
 
-    def _partition(self, prefix: str, manifest: dict[str, Any], partition: int) -> None:
+    def _partition(self, prefix: str, manifest: StageManifest, partition: int) -> None:
         owned = keys.partition_prefix(prefix, partition)
         try:
             found = read_partition(self.store, prefix, partition)
@@ -262,44 +264,44 @@ class _Repair:
         if found is None:
             self.found(owned, "revoked before, and not made anew since", REMAKE, broken=True)
             return
-        rows_key, lost = found.manifest["rows_key"], []
-        for key, expected in ((e["key"], e["digest"]) for e in found.manifest["objects"]):
+        rows_key, lost = found.manifest.rows_key, []
+        for key, expected in ((e.key, e.digest) for e in found.manifest.objects):
             if (is_now := digest_of(self.store, key)) != expected:
                 lost.append(f"{key}: {is_now} instead of SHA-256 {expected}")
-        if not lost and (is_now := digest_of(self.store, rows_key)) != found.manifest["rows_digest"]:
+        if not lost and (is_now := digest_of(self.store, rows_key)) != found.manifest.rows_digest:
             if self._rows_again(owned, manifest, partition, found.manifest):
                 return
-            lost.append(f"{rows_key}: {is_now} instead of SHA-256 {found.manifest['rows_digest']}")
+            lost.append(f"{rows_key}: {is_now} instead of SHA-256 {found.manifest.rows_digest}")
         if lost:
             self._revoke(prefix, manifest, partition, found.epoch, "; ".join(lost))
 
     def _rows_again(
-        self, owned: str, manifest: dict[str, Any], partition: int, of_partition: dict[str, Any]
+        self, owned: str, manifest: StageManifest, partition: int, of_partition: PartitionManifest
     ) -> bool:  # fmt: skip
         """Write a partition's rows from the table, when it holds them to the byte."""
-        key = of_partition["rows_key"]
-        for table, entry in manifest["tables"].items():
-            if key in entry["row_keys"] and self._holds(table, entry):
-                rows = tables.read_rows(self.root, table, entry["slice"])
+        key = of_partition.rows_key
+        for table, entry in manifest.tables.items():
+            if key in entry.row_keys and self._holds(table, entry):
+                rows = tables.read_rows(self.root, table, entry.slice)
                 own = [
                     row for row in rows
                     if row.get("partition", partition) == partition
                     and row.get("object_key", owned + "/").startswith(owned + "/")
                 ]  # fmt: skip
                 data = json_lines(own)
-                if keys.digest_bytes(data) == of_partition["rows_digest"]:
+                if keys.digest_bytes(data) == of_partition.rows_digest:
                     if not self.dry_run:
                         self.store.put(key, data)
                     self.found(key, "lost or damaged", f"written from opd.{table}")
                     return True
         return False
 
-    def _derived(self, table: str, entry: dict[str, Any]) -> None:
+    def _derived(self, table: str, entry: TableSlice) -> None:
         """Rows that a stage derived stand in the table as well: either makes the other good."""
-        (key,) = entry["row_keys"]
+        (key,) = entry.row_keys
         try:
             rows = read_jsonl(self.store, TABLES[table], key)
-            if content_digest(TABLES[table], rows, observed=True) == entry["whole_digest"]:
+            if content_digest(TABLES[table], rows, observed=True) == entry.whole_digest:
                 return
             found = "other rows than its manifest has"
         except (FormatError, StoreError) as error:
@@ -308,22 +310,22 @@ class _Repair:
             self.found(key, found, "neither the object nor the table holds its rows", broken=True)
             return
         if not self.dry_run:
-            rows = tables.read_rows(self.root, table, entry["slice"])
+            rows = tables.read_rows(self.root, table, entry.slice)
             self.store.put(key, json_lines(rows))
         self.found(key, found, f"written from opd.{table}")
 
-    def _revoke(self, prefix: str, manifest: dict[str, Any], partition: int, epoch: int, why: str) -> None:
+    def _revoke(self, prefix: str, manifest: StageManifest, partition: int, epoch: int, why: str) -> None:
         owned = keys.partition_prefix(prefix, partition)
         history = read_history(self.store, self.run_id)
-        if history.is_past(manifest["iteration"]):
+        if history.is_past(manifest.iteration):
             self.found(
                 owned, why, "it belongs to an older record of the run, which nothing executes any more: take the "
-                f"objects from a backup, or opd run CONFIG --from-iteration {manifest['iteration']}", broken=True,
+                f"objects from a backup, or opd run CONFIG --from-iteration {manifest.iteration}", broken=True,
             )  # fmt: skip
             return
         if not self.dry_run:
             # The note first: who finishes the stage revokes what a killed repair has not.
-            noted = read_revoked(self.store, prefix) | {str(partition): {"epoch": epoch, "reason": why}}
-            self.store.put(keys.revoked(prefix), keys.canonical_json(noted))
+            noted = read_revoked(self.store, prefix) | {str(partition): Lost(epoch, why)}
+            self.store.put(keys.revoked(prefix), encode(noted))
             leases.revoke(self.store, owned, epoch, why)
         self.found(owned, why, f"revoked: {REMAKE}", broken=True)

@@ -58,7 +58,7 @@ def texts(
     record = newest_record(store, run_id)
     if record is None:
         raise ContractError(f"run {run_id} in {root}", expected="a run record", found="none")
-    tokenizer = Tokenizer.load(resolve_model(record[1]["student_path"]))
+    tokenizer = Tokenizer.load(resolve_model(record[1].student_path))
     prompts = {p["prompt_id"]: p for p in tables.read_rows(root, "prompts", {})}
     rows.sort(key=lambda r: (-r["iteration"], -(r["reward"] or 0.0) if best else 0.0, r["trajectory_id"]))
     by_domain: dict[str, list[dict[str, Any]]] = {}

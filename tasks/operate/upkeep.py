@@ -26,14 +26,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.leases import FinishedEpoch
 from infra.store import ObjectStore, UnfinishedWrite
 from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ContractError
 from schemas.keys import is_ours
 from schemas.rows import TABLES
-from tasks.runs.manifests import read_partition, read_stage
+from tasks.runs.manifests import FinishedPartition, read_partition, read_stage
 from tasks.runs.session import IN_USE, LOGS, TRAINING, life_of
 
 STALE_SECONDS = 86_400.0
@@ -83,12 +82,12 @@ class _FinishedPartitions:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._epochs: dict[str, dict[str, int]] = {}
-        self._found: dict[tuple[str, int], FinishedEpoch | None] = {}
+        self._found: dict[tuple[str, int], FinishedPartition | None] = {}
 
-    def get(self, prefix: str, partition: int) -> FinishedEpoch | None:
+    def get(self, prefix: str, partition: int) -> FinishedPartition | None:
         if prefix not in self._epochs:
             key = keys.stage_manifest(prefix)
-            self._epochs[prefix] = read_stage(self._store, key)["partitions"] if self._store.head(key) else {}
+            self._epochs[prefix] = read_stage(self._store, key).partitions if self._store.head(key) else {}
         epoch = self._epochs[prefix].get(str(partition))
         if epoch is None:
             return None
@@ -118,7 +117,7 @@ def _partitions(store: ObjectStore, run_id: str, scratch: Path | None, dry_run: 
         found = finished.get(prefix, partition)
         if found is None:
             continue
-        named = {found.manifest["rows_key"], *(entry["key"] for entry in found.manifest["objects"])}
+        named = {found.manifest.rows_key, *(entry.key for entry in found.manifest.objects)}
         # The newest segment first: what a crash leaves is the beginning of a log, and so a whole one.
         for epoch, name, key in sorted(objects, reverse=True):
             if name.startswith(("wal/", "life.json")):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from infra import tables
@@ -19,6 +20,7 @@ from infra.stores import open_store
 from schemas import keys
 from schemas.errors import ContractError, OpdError
 from schemas.rows import TABLES, content_digest
+from schemas.work.manifest import StageManifest, TableSlice
 from tasks.operate.invariants import (
     Check,
     check_hidden,
@@ -41,9 +43,18 @@ _BOOKKEEPING = re.compile(
     r"\d{5}/[^/]+/[^/]+/(manifest\.json|revoked\.json|p\d{5}/(epochs|heartbeats)/\d+\.json))"
 )
 
-Manifests = dict[tuple[int, str], list[dict[str, Any]]]
+
+@dataclass(frozen=True)
+class FinishedStage:
+    """prefix: of the keys of all that it wrote."""
+
+    prefix: str
+    manifest: StageManifest
+
+
+Manifests = dict[tuple[int, str], list[FinishedStage]]
 #: None for one that stands and cannot be read.
-InForce = dict[tuple[int, str], dict[str, Any] | None]
+InForce = dict[tuple[int, str], FinishedStage | None]
 
 
 def verify(root: str, run_id: str, progress: Progress = silent) -> list[Check]:
@@ -60,8 +71,8 @@ def verify(root: str, run_id: str, progress: Progress = silent) -> list[Check]:
     readable, tables_there = _readable_tables(root, manifests)
     mismatched = [
         f"{stage} of iteration {iteration}: {difference}"
-        for (iteration, stage), manifest in current.items()
-        if manifest is not None and (difference := _mismatch(root, manifest, readable))
+        for (iteration, stage), found in current.items()
+        if found is not None and (difference := _mismatch(root, found.manifest, readable))
     ]
     partitions, objects = _check_partitions(store, [m for m in current.values() if m is not None])
     return [
@@ -92,7 +103,7 @@ def _manifests(store: ObjectStore, listed: list[str]) -> tuple[Manifests, Check]
                 found.setdefault(place, [])
                 breaches.append(in_a_line(error))
                 continue
-            found[place].append(manifest | {"prefix": key.removesuffix("/manifest.json")})
+            found[place].append(FinishedStage(key.removesuffix("/manifest.json"), manifest))
     return found, Check("stage manifests are whole", count, tuple(breaches))
 
 
@@ -117,7 +128,7 @@ def _in_force(store: ObjectStore, run_id: str, manifests: Manifests, whole: Chec
             continue
         if result is not None:
             prefix = keys.stage_prefix(run_id, iteration, stage, result.fingerprint)
-            found[iteration, stage] = result.manifest | {"prefix": prefix}
+            found[iteration, stage] = FinishedStage(prefix, result.manifest)
     return found, Check(whole.name, whole.count, tuple(breaches))
 
 
@@ -136,7 +147,7 @@ def _how_far(listed: list[str], manifests: InForce) -> Check:
 
 def _readable_tables(root: str, manifests: Manifests) -> tuple[set[str], Check]:
     """Names of the tables whose rows can be read, and of those that a manifest names the ones that are not there."""
-    named = {table for found in manifests.values() for manifest in found for table in manifest["tables"]}
+    named = {table for found in manifests.values() for stage in found for table in stage.manifest.tables}
     if any(stage == "rollout" for _, stage in manifests):
         named.add("prompts")
     readable, breaches = set(), []
@@ -160,44 +171,42 @@ def _rows(root: str, table: str, where: dict[str, Any], columns: list[str] | Non
         return in_a_line(error)
 
 
-def _mismatch(root: str, manifest: dict[str, Any], readable: set[str]) -> str:
+def _mismatch(root: str, manifest: StageManifest, readable: set[str]) -> str:
     """Which slices differ from the manifest, and how."""
     differences = {
-        table: _difference(root, table, entry) for table, entry in manifest["tables"].items() if table in readable
+        table: _difference(root, table, entry) for table, entry in manifest.tables.items() if table in readable
     }
     return "; ".join(f"opd.{table} has {text}" for table, text in differences.items() if text)
 
 
-def _difference(root: str, table: str, entry: dict[str, Any]) -> str:
-    rows = _rows(root, table, entry["slice"])
+def _difference(root: str, table: str, entry: TableSlice) -> str:
+    rows = _rows(root, table, entry.slice)
     if isinstance(rows, str):
         return f"a slice that cannot be read: {rows}"
-    if len(rows) != entry["num_rows"]:
-        return f"{len(rows)} rows where its manifest has {entry['num_rows']}"
-    same = content_digest(TABLES[table], rows, observed=True) == entry["whole_digest"]
+    if len(rows) != entry.num_rows:
+        return f"{len(rows)} rows where its manifest has {entry.num_rows}"
+    same = content_digest(TABLES[table], rows, observed=True) == entry.whole_digest
     return "" if same else "other values than its manifest"
 
 
 def _check_partitions(
-    store: ObjectStore, manifests: list[dict[str, Any]]
+    store: ObjectStore, stages: list[FinishedStage]
 ) -> tuple[Check, list[tuple[str, str]]]:  # fmt: skip
     """The check, and (key, digest) of everything that the partitions wrote."""
     breaches, objects, count = [], [], 0
-    for manifest in manifests:
-        for partition in manifest["partitions"]:
+    for stage in stages:
+        for partition in stage.manifest.partitions:
             count += 1
             try:
-                found = read_partition(store, manifest["prefix"], int(partition))
+                found = read_partition(store, stage.prefix, int(partition))
             except OpdError as error:
                 breaches.append(in_a_line(error))
                 continue
             if found is None:
-                breaches.append(
-                    f"{keys.partition_prefix(manifest['prefix'], int(partition))}: not finished, or revoked"
-                )
+                breaches.append(f"{keys.partition_prefix(stage.prefix, int(partition))}: not finished, or revoked")
                 continue
-            objects += [(entry["key"], entry["digest"]) for entry in found.manifest["objects"]]
-            objects.append((found.manifest["rows_key"], found.manifest["rows_digest"]))
+            objects += [(entry.key, entry.digest) for entry in found.manifest.objects]
+            objects.append((found.manifest.rows_key, found.manifest.rows_digest))
     return Check("partition manifests are whole", count, tuple(breaches)), objects
 
 
@@ -291,18 +300,18 @@ def _unreferenced(listed: list[str], manifests: Manifests, store: ObjectStore) -
     named: set[str] = set()
     finished: dict[str, int] = {}
     for found in manifests.values():
-        for manifest in found:
-            named.update(key for entry in manifest["tables"].values() for key in entry["row_keys"])
-            for partition in manifest["partitions"]:
-                owned = keys.partition_prefix(manifest["prefix"], int(partition))
+        for stage in found:
+            named.update(key for entry in stage.manifest.tables.values() for key in entry.row_keys)
+            for partition in stage.manifest.partitions:
+                owned = keys.partition_prefix(stage.prefix, int(partition))
                 try:
-                    done = read_partition(store, manifest["prefix"], int(partition))
+                    done = read_partition(store, stage.prefix, int(partition))
                 except OpdError:
                     continue  # said by the check of partitions
                 if done is not None:
                     finished[owned] = done.epoch
-                    named.add(done.manifest["rows_key"])
-                    named.update(entry["key"] for entry in done.manifest["objects"])
+                    named.add(done.manifest.rows_key)
+                    named.update(entry.key for entry in done.manifest.objects)
     leftovers, unknown, unfinished = [], [], Counter()
     for key in listed:
         if key in named or _BOOKKEEPING.fullmatch(key):

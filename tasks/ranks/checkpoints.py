@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +28,10 @@ from ml.train.state import MARKER, State, load_state, read_marker, save_state
 from ml.whole_folder import whole_folder
 from schemas import keys
 from schemas.errors import FormatError, OpdError
+from schemas.typed_json import to_json
 from schemas.work import messages
+from schemas.work.manifest import StoredObject
+from schemas.work.train import CheckpointFacts
 from tasks.ranks.process import Say
 
 #: Whole ones that are kept on this node, and by one owner in the store: the newest, and one beside it.
@@ -92,11 +94,11 @@ class Checkpoints:
             return state
         return None
 
-    def save(self, steps: int, tensors: Iterable[tuple[str, torch.Tensor]], facts: dict[str, Any]) -> None:
+    def save(self, steps: int, tensors: Iterable[tuple[str, torch.Tensor]], facts: CheckpointFacts) -> None:
         """Durable on this node when it returns, on its way to the store. Raises StoreError when the disk refuses."""
         folder = self.folder / f"step-{steps:06d}"
         with self._lease.patience(leases.LONG_SECONDS):
-            save_state(folder, tensors, facts)
+            save_state(folder, tensors, to_json(facts))
         self._say(messages.CheckpointSaved(steps))
         self._uploads.offer(steps, folder)
         self._prune()
@@ -264,17 +266,17 @@ class _Uploads:
         self._whole.discard(steps)
 
 
-def put_file(store: ObjectStore, key: str, path: Path) -> dict[str, Any]:
-    """Upload without a copy in memory; the object's digest and bytes."""
+def put_file(store: ObjectStore, key: str, path: Path) -> StoredObject:
+    """Upload without a copy in memory."""
     if path.stat().st_size == 0:
         store.put(key, b"")
-        return {"digest": keys.digest_bytes(b""), "bytes": 0}
+        return StoredObject(key, keys.digest_bytes(b""), 0)
     with open(path, "rb") as file:
         # Never closed by hand: an error of the store holds views of the bytes in its frames, and closing under them
         # would raise in its place. The mapping ends with the last of them.
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     store.put(key, data)
-    return {"digest": keys.digest_bytes(data), "bytes": len(data)}
+    return StoredObject(key, keys.digest_bytes(data), len(data))
 
 
 def _prefix(owned: str, epoch: int, steps: int) -> str:

@@ -13,8 +13,8 @@ import functools
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +30,9 @@ from ml.rollout.together import dismiss
 from ml.rollout.wal import TokenLog
 from schemas import keys
 from schemas.errors import EXIT_PREEMPTED, ConfigError, ContractError
+from schemas.typed_json import to_json
 from schemas.work import messages
+from schemas.work.manifest import RolloutManifest
 from schemas.work.rollout import RolloutPartition, RolloutRequest, RolloutWork
 from tasks.ranks.process import Preempted, Say, StopSignal, own, run_rank, say
 from tasks.ranks.rollout_partition import Partition
@@ -113,12 +115,12 @@ class Worker:
         owner = {"stage": "rollout", "partition": entry.partition}
         with self.stop.at_once():
             lease = own(self.store, owned, self.work, owner, self.say)
-        leases.finish_with(lease, lambda lease: self._partition(lease, entry, rewarder))
+        leases.finish_with(lease, lambda lease: to_json(self._partition(lease, entry, rewarder)))
         # The store has every segment; on this node nobody will look for them again.
         shutil.rmtree(self.scratch / owned, ignore_errors=True)
         self.say(messages.Finished(lease.epoch, entry.partition))
 
-    def _partition(self, lease: leases.Lease, entry: RolloutPartition, rewarder: Rewarder) -> dict[str, Any]:
+    def _partition(self, lease: leases.Lease, entry: RolloutPartition, rewarder: Rewarder) -> RolloutManifest:
         started = time.monotonic()
         partition = Partition(self, lease, entry)
         responses = partition.sample()
@@ -142,7 +144,7 @@ class Worker:
             )
         stats = {"verifier_failures": rewarder.failures, "seconds": time.monotonic() - started}
         stats |= observed(rank_device())
-        return manifest | {"stats": manifest["stats"] | stats, "scoring": self.work.scoring}
+        return replace(manifest, stats=manifest.stats | stats, scoring=self.work.scoring)
 
 
 def main(arguments: list[str]) -> int:

@@ -18,6 +18,7 @@ from infra.store import ObjectStore
 from schemas import keys, shards
 from schemas.interruptions import UNINTERRUPTED, Interruptions
 from schemas.rows import json_lines
+from schemas.work.manifest import RolloutManifest, StoredObject
 from schemas.work.rollout import RolloutRequest
 
 
@@ -44,7 +45,7 @@ def publish(
     responses: Sequence[Response],
     reward: Callable[[RolloutRequest, list[int]], float | None],
     common: dict[str, Any],
-) -> dict[str, Any]:
+) -> RolloutManifest:
     """Writes shard and rows of requests and their responses, in the given order; returns the partition manifest.
 
     key(name): object key of this epoch's owner. common: columns that all rows share (run_id, iteration, partition,
@@ -63,14 +64,14 @@ def publish(
     rows_data = json_lines(rows)
     store.put(key("rows.jsonl"), rows_data)
     sums = ("sampled_tokens", "num_preemptions", "num_kv_restores", "num_prefill_rebuilds")
-    return {
-        "objects": [{"key": placed["shard_key"], "digest": placed["shard_digest"], "bytes": len(shard)}],
-        "rows_key": key("rows.jsonl"),
-        "rows_digest": keys.digest_bytes(rows_data),
-        "num_rows": len(rows),
-        "given_up": {r.trajectory_id: a.error for r, a in zip(requests, responses, strict=True) if a.error},
-        "stats": {name: sum(row[name] for row in rows) for name in sums},
-    }
+    return RolloutManifest(
+        objects=(StoredObject(placed["shard_key"], placed["shard_digest"], len(shard)),),
+        rows_key=key("rows.jsonl"),
+        rows_digest=keys.digest_bytes(rows_data),
+        num_rows=len(rows),
+        given_up={r.trajectory_id: a.error for r, a in zip(requests, responses, strict=True) if a.error},
+        stats={name: sum(row[name] for row in rows) for name in sums},
+    )
 
 
 def _row(request: RolloutRequest, response: Response, reward: float | None) -> dict[str, Any]:

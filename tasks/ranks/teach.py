@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from ml.teacher import Reading, hidden_states
 from schemas import keys, shards
 from schemas.errors import EXIT_PREEMPTED, ContractError, FormatError
 from schemas.rows import json_lines
+from schemas.typed_json import to_json
 from schemas.work import messages
+from schemas.work.manifest import PartitionManifest, StoredObject
 from schemas.work.model import ModelSource
 from schemas.work.teach import TeachItem, TeachPartition, TeachWork
 from tasks.ranks.process import Say, own, run_rank, say
@@ -51,7 +54,7 @@ class HiddenWriter:
         self._parts: list[np.ndarray] = []
         self._placed: list[dict[str, Any]] = []
         self._num_rows = 0
-        self.objects: list[dict[str, Any]] = []
+        self.objects: list[StoredObject] = []
         self.rows: list[dict[str, Any]] = []
 
     def add(self, trajectory_id: str, hidden_TE: np.ndarray) -> None:
@@ -87,22 +90,17 @@ class HiddenWriter:
         self._lease.check()
         self._store.put(key, data)
         found = {"object_digest": keys.digest_bytes(data), "object_key": key}
-        self.objects.append({"key": key, "digest": found["object_digest"], "bytes": len(data)})
+        self.objects.append(StoredObject(key, found["object_digest"], len(data)))
         self.rows.extend(row | found for row in self._placed)
         self._parts, self._placed, self._num_rows = [], [], 0
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> PartitionManifest:
         """Writes what is left and the rows; gives the partition manifest, without stats."""
         self._flush()
         data = json_lines(self.rows)
         key = keys.owned_object(self._lease.owned, self._lease.epoch, "rows.jsonl")
         self._store.put(key, data)
-        return {
-            "objects": self.objects,
-            "rows_key": key,
-            "rows_digest": keys.digest_bytes(data),
-            "num_rows": len(self.rows),
-        }
+        return PartitionManifest(tuple(self.objects), key, keys.digest_bytes(data), len(self.rows), stats={})
 
 
 class Responses:
@@ -183,7 +181,7 @@ class Worker:
             done += item.tokens
             self.say(messages.Progress(done, total, "tokens", entry.partition))
         stats = {"tokens": total, "seconds": time.monotonic() - started}
-        return writer.finish() | {"stats": stats | observed(model.head_weight.device)}
+        return to_json(replace(writer.finish(), stats=stats | observed(model.head_weight.device)))
 
     def _readings(self, items: list[TeachItem]) -> Iterator[Reading]:
         responses = Responses(self.store)

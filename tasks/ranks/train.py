@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,12 @@ from schemas import keys
 from schemas.config import compute_dtype
 from schemas.errors import EXIT_PREEMPTED, ContractError, OpdError
 from schemas.rows import json_lines, metric_row
+from schemas.typed_json import from_json, to_json
 from schemas.work import messages
+from schemas.work.manifest import CheckpointRow, ModelObject, TrainManifest
 from schemas.work.messages import Message
-from schemas.work.train import OptimizerSettings, TrainWork
-from tasks.ranks.checkpoints import Checkpoints
-from tasks.ranks.checkpoints import put_file as _put_file
+from schemas.work.train import CheckpointFacts, OptimizerFacts, OptimizerSettings, TrainWork
+from tasks.ranks.checkpoints import Checkpoints, put_file
 from tasks.ranks.process import Preempted, StopSignal, own, run_rank, say
 
 _EXPORT_SHARD_BYTES = 1 << 30
@@ -117,8 +118,7 @@ def run(work: TrainWork, stop: StopSignal) -> None:
         # Named by the stage's own prefix, so that a checkpoint of another plan or configuration is never taken up.
         scratch = Path(work.scratch) / keys.local_name(work.owned)
         checkpoints = Checkpoints(store, lease, scratch, say)
-        manifest = _train_and_export(work, store, device, stop, lease, checkpoints)
-        lease.finish(manifest)
+        lease.finish(to_json(_train_and_export(work, store, device, stop, lease, checkpoints)))
     checkpoints.clear()
     say(messages.Finished(lease.epoch))
 
@@ -164,8 +164,7 @@ class Boundaries:
 
     def _save(self) -> None:
         started = time.monotonic()
-        facts = {"steps": self.steps, "optimizer_steps": self._optimizer_steps + self.steps,
-                 "metrics": self._notes.rows[: self._num_rows]}  # fmt: skip
+        facts = CheckpointFacts(self.steps, self._optimizer_steps + self.steps, self._notes.rows[: self._num_rows])
         tensors = (pair for part in (self._engine.parameters(), self._engine.moments()) for pair in part)
         if self._checkpoints is None:
             for _ in tensors:  # gathering is collective: every rank takes part, rank 0 writes
@@ -190,13 +189,14 @@ class Boundaries:
 def _train_and_export(
     work: TrainWork, store: ObjectStore, device: torch.device, stop: StopSignal,
     lease: leases.Lease | None, checkpoints: Checkpoints | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> TrainManifest | None:  # fmt: skip
     """Trains; on rank 0, which holds the lease, uploads and returns the partition manifest."""
     started = time.monotonic()
     with _long(lease), stop.at_once():
         rank, ranks = dist.get_rank(), dist.get_world_size()
         resumed = _told(checkpoints.newest() if checkpoints else None)
-        first_step = resumed.facts["steps"] if resumed else 0
+        kept = from_json(CheckpointFacts, resumed.facts, str(resumed.folder)) if resumed else None
+        first_step = kept.steps if kept else 0
         plan = _read_rows(work.plan_rows_path)
         num_steps = 1 + max((r["step"] for r in plan if r["split"] == "train"), default=-1)
         objectives = _objectives(work)
@@ -208,8 +208,8 @@ def _train_and_export(
     notes = Notes(work, rank, len(frames) // ranks)
     if lease is not None:
         notes.progress = lease.progress
-    if resumed:
-        notes.rows = list(resumed.facts["metrics"])
+    if kept:
+        notes.rows = list(kept.metrics)
         notes.say(messages.ResumedAt(first_step))
     boundaries = Boundaries(work, engine, notes, stop, checkpoints, first_step, num_steps, optimizer_steps)
     loader, batches = _open_loader(work, store, frames, device)
@@ -244,9 +244,8 @@ def _train_and_export(
         manifest = _export(work, store, engine, lease, checkpoints, notes, num_steps,
                            optimizer_steps + num_steps - first_step)  # fmt: skip
     stats = {"seconds": time.monotonic() - started, "steps": num_steps, "ranks": ranks}
-    manifest |= {"stats": stats | observed(device)}
     engine.close()
-    return manifest
+    return manifest and replace(manifest, stats=stats | observed(device))
 
 
 def _long(lease: leases.Lease | None) -> contextlib.AbstractContextManager[None]:
@@ -287,7 +286,10 @@ def _engine(
                 work.optimizer_from, expected="the optimizer of the iteration before", found="no complete state",
                 safe="the student", next_command="opd repair RUN",
             )  # fmt: skip
-    steps = optimizer.facts["optimizer_steps"] if optimizer else 0
+    steps = 0
+    if optimizer is not None:
+        facts = from_json(OptimizerFacts, optimizer.facts, str(optimizer.folder), pass_over_unknown=True)
+        steps = facts.optimizer_steps
     engine = TrainEngine(student, _engine_settings(work.settings.optimizer), device=device, steps_done=steps)
     if optimizer is not None:
         engine.load_moments(optimizer.read, steps)
@@ -327,44 +329,42 @@ def _open_loader(
 def _export(
     work: TrainWork, store: ObjectStore, engine: TrainEngine, lease: leases.Lease | None,
     checkpoints: Checkpoints | None, notes: Notes, steps: int, optimizer_steps: int,
-) -> dict[str, Any]:  # fmt: skip
+) -> TrainManifest | None:  # fmt: skip
     """Model folder, optimizer and metric rows as objects; without the lease only the collective gathering."""
     parameters = ((name.removeprefix(_PREFIX), tensor) for name, tensor in engine.parameters())
     if lease is None or checkpoints is None:
         for _ in (*parameters, *(engine.moments() if optimizer_steps else ())):
             continue
-        return {}
+        return None
     out = checkpoints.folder / "out"  # of this epoch alone: nobody swaps it between its digest and its upload
     source = Path(work.student.folder)
     save_model(
         out / "export", read_config(source), parameters, companions=source, shard_bytes=_EXPORT_SHARD_BYTES
     )  # fmt: skip
     notes.say(messages.Working("export"))
-    save_state(out / "optimizer", engine.moments() if optimizer_steps else (), {"optimizer_steps": optimizer_steps})
+    save_state(out / "optimizer", engine.moments() if optimizer_steps else (), to_json(OptimizerFacts(optimizer_steps)))
     version = model_digest(out / "export")
     inexact = _fp8_inexact(work, out / "export", notes, steps)
     lease.check()
-    objects = []
+    objects: list[ModelObject] = []
     for group in ("export", "optimizer"):
         for path in sorted((out / group).iterdir()):
             key = keys.owned_object(lease.owned, lease.epoch, f"{group}/{path.name}")
-            objects.append({"group": group, "name": path.name, "key": key, **_put_file(store, key, path)})
+            stored = put_file(store, key, path)
+            objects.append(ModelObject(key, stored.digest, stored.bytes, group=group, name=path.name))
             notes.say(messages.Working(f"upload of {group}/{path.name}"))
     data = json_lines(notes.rows)
     rows_key = keys.owned_object(lease.owned, lease.epoch, "rows.jsonl")
     store.put(rows_key, data)
-    checkpoint = {
-        "run_id": work.run_id, "iteration": work.iteration, "version": version,
-        "parent": work.student.digest, "format": "huggingface",
-        "config_digest": keys.digest(read_config(out / "export")), "steps": steps,
-        "keys": json.dumps({group: [o["key"] for o in objects if o["group"] == group]
-                            for group in ("export", "optimizer")}),
-    }  # fmt: skip
-    return {
-        "objects": objects, "rows_key": rows_key, "rows_digest": keys.digest_bytes(data),
-        "num_rows": len(notes.rows), "checkpoint": checkpoint, "fp8_inexact": inexact,
-        "notices": checkpoints.notices,
-    }  # fmt: skip
+    checkpoint = CheckpointRow(
+        run_id=work.run_id, iteration=work.iteration, version=version, parent=work.student.digest,
+        format="huggingface", config_digest=keys.digest(read_config(out / "export")), steps=steps,
+        keys=json.dumps({group: [o.key for o in objects if o.group == group] for group in ("export", "optimizer")}),
+    )  # fmt: skip
+    return TrainManifest(
+        objects=tuple(objects), rows_key=rows_key, rows_digest=keys.digest_bytes(data), num_rows=len(notes.rows),
+        stats={}, checkpoint=checkpoint, fp8_inexact=tuple(inexact), notices=tuple(checkpoints.notices),
+    )  # fmt: skip
 
 
 def _fp8_inexact(work: TrainWork, export: Path, notes: Notes, steps: int) -> list[str]:

@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from infra.store import ObjectStore
 from ml.model_files import stored_tensors
 from schemas import keys
 from schemas.errors import ConfigError, ContractError
+from schemas.typed_json import encode
+from schemas.work.record import RunRecord
 from tasks.inputs.models import resolve_model
 from tasks.inputs.prompt_files import file_source
 from tasks.rewards.verifiers import source_digest
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from tasks.runs.session import Session
 
 FORMAT = 2
-_COMPARED = ("config", "models", "prompt_files")
 #: Packages that turn prompts into ids and responses into rewards.
 _PACKAGES = ("jinja2", "reasoning-gym", "tokenizers", "transformers")
 _READ_BYTES = 8 << 20
@@ -56,11 +58,9 @@ def admit(session: Session, from_iteration: int | None) -> History:
         session.spark.start()  # everything is still to be made: its JVM starts beside Prefect's server
         return _put(session, history, _record(session, None, 0))
     number, old = history.newest
-    record = _record(session, old["config"], from_iteration or 0)
-    now = {name: record[name] for name in _COMPARED}
-    if "format" not in old:
-        now["models"] = _weights_of_0_1(session)
-    found = differences({name: old[name] for name in _COMPARED}, now)
+    record = _record(session, old.config, from_iteration or 0)
+    now = record if old.format is not None else replace(record, models=_weights_of_0_1(session))
+    found = differences(_compared(old), _compared(now))
     if from_iteration is None:
         if found and not _has_made_anything(session):
             # Nothing stands on the old record: what failed was the first start, and its cure is no change.
@@ -71,8 +71,8 @@ def admit(session: Session, from_iteration: int | None) -> History:
                 found="; ".join(found[:5]), safe="everything that the run has made",
                 next_command="opd run CONFIG --from-iteration K, or another run_id",
             )  # fmt: skip
-        return history if "format" in old else _upgraded(session, history, record)
-    if "format" in old and not found and old.get("made_with") == record["made_with"]:
+        return history if old.format is not None else _upgraded(session, history, record)
+    if old.format is not None and not found and old.made_with == record.made_with:
         session.notes["--from-iteration"] = "nothing differs from the run's record: it goes on where it stands"
         return history
     first = _first_unfinished(session, history)
@@ -91,19 +91,21 @@ def admit(session: Session, from_iteration: int | None) -> History:
     return _put(session, history, record)
 
 
-def _record(session: Session, known: Mapping[str, Any] | None, from_iteration: int) -> dict[str, Any]:
-    """student_path is where a reader finds the tokenizer; it is not compared."""
+def _compared(record: RunRecord) -> dict[str, Any]:
+    return {"config": record.config, "models": record.models, "prompt_files": list(record.prompt_files)}
+
+
+def _record(session: Session, known: Mapping[str, Any] | None, from_iteration: int) -> RunRecord:
     config = session.config
-    record = {
-        "format": FORMAT,
-        "from_iteration": from_iteration,
-        "config": config.content(known),
-        "models": session.model_digests,
-        "prompt_files": [file_source(file) for file in config.prompts.files],
-        "student_path": config.student.path,
-        "made_with": made_with(session),
-    }
-    return json.loads(keys.canonical_json(record))
+    return RunRecord(
+        config=json.loads(keys.canonical_json(config.content(known))),
+        models=session.model_digests,
+        prompt_files=tuple(file_source(file) for file in config.prompts.files),
+        student_path=config.student.path,
+        format=FORMAT,
+        from_iteration=from_iteration,
+        made_with=made_with(session),
+    )
 
 
 def made_with(session: Session) -> dict[str, str]:
@@ -126,13 +128,13 @@ def _version(package: str) -> str:
         return ""
 
 
-def _put(session: Session, history: History, record: dict[str, Any]) -> History:
+def _put(session: Session, history: History, record: RunRecord) -> History:
     """Raises ContractError when another process has written another record of this number."""
     after = history.and_next(record)
     number, _ = after.newest
     key = keys.run_record(session.run_id, number)
     session.check_owner()
-    if not session.store.put_if_absent(key, keys.canonical_json(record)) and read_record(session.store, key) != record:
+    if not session.store.put_if_absent(key, encode(record)) and read_record(session.store, key) != record:
         raise ContractError(
             key, expected="the record of this start", found="that of another", safe="everything that the run has made",
             next_command="the same command again",
@@ -161,11 +163,11 @@ def _first_unfinished(session: Session, history: History) -> int:
     return first_unfinished(session.store, history, session.run_id, session.config.iterations)
 
 
-def _upgraded(session: Session, history: History, record: dict[str, Any]) -> History:
+def _upgraded(session: Session, history: History, record: RunRecord) -> History:
     """A record of today's for a run that began with version 0.1: finished iterations stay that version's."""
     first = _first_unfinished(session, history)
     session.notes["record of version 0.1"] = f"finished iterations stay as they are; from {first} on by this version"
-    return _put(session, history, record | {"from_iteration": first})
+    return _put(session, history, replace(record, from_iteration=first))
 
 
 def _weights_of_0_1(session: Session) -> dict[str, str]:

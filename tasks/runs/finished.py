@@ -8,6 +8,8 @@ from typing import Any
 from infra.store import ObjectStore
 from schemas import keys
 from schemas.errors import ContractError
+from schemas.work.manifest import StageManifest
+from schemas.work.record import StageIdentity
 from tasks.runs.manifests import read_identity, read_stage
 from tasks.runs.records import History
 
@@ -22,11 +24,11 @@ class StageResult:
     iteration: int
     fingerprint: str
     output_digest: str
-    manifest: dict[str, Any]
+    manifest: StageManifest
 
     @property
     def stats(self) -> dict[str, Any]:
-        return self.manifest["stats"]
+        return self.manifest.stats
 
     def reference(self) -> dict[str, Any]:
         """What a flow passes on: a few strings and numbers."""
@@ -35,7 +37,7 @@ class StageResult:
             "iteration": self.iteration,
             "fingerprint": self.fingerprint,
             "output_digest": self.output_digest,
-            "rows": {name: entry["num_rows"] for name, entry in self.manifest["tables"].items()},
+            "rows": {name: entry.num_rows for name, entry in self.manifest.tables.items()},
         }
 
 
@@ -47,10 +49,11 @@ def past_stage(store: ObjectStore, history: History, run_id: str, iteration: int
     number = history.in_force(iteration)
     known = identity_at(store, keys.stage_identity(run_id, iteration, stage, number))
     if known is not None:
-        prefix = keys.stage_prefix(run_id, iteration, stage, known["fingerprint"])
+        prefix = keys.stage_prefix(run_id, iteration, stage, known.fingerprint)
     else:
-        record = dict(history.records).get(number, {})
-        found = [] if "format" in record else _finished_by_0_1(store, run_id, iteration, stage)
+        record = dict(history.records).get(number)
+        of_0_1 = record is None or record.format is None
+        found = _finished_by_0_1(store, run_id, iteration, stage) if of_0_1 else []
         if len(found) > 1:
             raise ContractError(
                 f"{stage} of iteration {iteration}", expected="one finished stage", found=f"{len(found)} of them",
@@ -63,7 +66,7 @@ def past_stage(store: ObjectStore, history: History, run_id: str, iteration: int
     if store.head(key) is None:
         return None
     manifest = read_stage(store, key)
-    return StageResult(stage, iteration, manifest["fingerprint"], manifest["output_digest"], manifest)
+    return StageResult(stage, iteration, manifest.fingerprint, manifest.output_digest, manifest)
 
 
 def _finished_by_0_1(store: ObjectStore, run_id: str, iteration: int, stage: str) -> list[str]:
@@ -73,6 +76,6 @@ def _finished_by_0_1(store: ObjectStore, run_id: str, iteration: int, stage: str
             if key.endswith("/manifest.json") and key.count("/") == folder.count("/") + 1]  # fmt: skip
 
 
-def identity_at(store: ObjectStore, key: str) -> dict[str, Any] | None:
+def identity_at(store: ObjectStore, key: str) -> StageIdentity | None:
     """What a stage of an iteration is under a run record; None before its first start under it."""
     return read_identity(store, key) if store.head(key) is not None else None

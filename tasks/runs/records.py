@@ -13,6 +13,7 @@ from typing import Any
 
 from infra.store import ObjectStore
 from schemas import keys
+from schemas.work.record import RunRecord
 from tasks.runs.manifests import read_record
 
 
@@ -20,22 +21,22 @@ from tasks.runs.manifests import read_record
 class History:
     """A run's records by number, oldest first."""
 
-    records: tuple[tuple[int, dict[str, Any]], ...] = ()
+    records: tuple[tuple[int, RunRecord], ...] = ()
 
     @property
-    def newest(self) -> tuple[int, dict[str, Any]]:
+    def newest(self) -> tuple[int, RunRecord]:
         return self.records[-1]
 
     def in_force(self, iteration: int) -> int:
         """Number of the record that an iteration belongs to; 1 for a run that has none yet."""
-        found = [n for n, record in self.records if record.get("from_iteration", 0) <= iteration]
+        found = [n for n, record in self.records if record.from_iteration <= iteration]
         return found[-1] if found else 1
 
     def is_past(self, iteration: int) -> bool:
         """Does the iteration belong to an older record than the newest?"""
         return bool(self.records) and self.in_force(iteration) != self.newest[0]
 
-    def and_next(self, record: dict[str, Any]) -> History:
+    def and_next(self, record: RunRecord) -> History:
         number = self.newest[0] + 1 if self.records else 1
         return History((*self.records, (number, record)))
 
@@ -46,7 +47,7 @@ def read_history(store: ObjectStore, run_id: str) -> History:
     return History(tuple((int(Path(key).stem), read_record(store, key)) for key in found))
 
 
-def newest_record(store: ObjectStore, run_id: str) -> tuple[int, dict[str, Any]] | None:
+def newest_record(store: ObjectStore, run_id: str) -> tuple[int, RunRecord] | None:
     """(number, record) of the newest run record, or None for a run that never started."""
     history = read_history(store, run_id)
     return history.newest if history.records else None

@@ -98,7 +98,7 @@ class Session:
     @functools.cached_property
     def content(self) -> dict[str, Any]:
         """The configuration's content as the run knows it: without settings that its record lacks, at their default."""
-        return self.config.content(self.history.newest[1]["config"] if self.history.records else None)
+        return self.config.content(self.history.newest[1].config if self.history.records else None)
 
     @functools.cached_property
     def models(self) -> dict[str, ModelDigests]:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infra import leases, tables
 from schemas import keys
 from schemas.errors import ContractError, FormatError, StageError
 from schemas.rows import TABLES, content_digest, json_lines
+from schemas.typed_json import encode, to_json
+from schemas.work.manifest import Lost, PartitionManifest, StageManifest, TableSlice
+from schemas.work.record import StageFacts, StageIdentity
 from tasks.runs.finished import STAGES, StageResult, identity_at, past_stage
-from tasks.runs.manifests import read_identity, read_partition, read_revoked, read_stage
+from tasks.runs.manifests import FinishedPartition, read_identity, read_partition, read_revoked, read_stage
 from tasks.runs.records import differences
 from tasks.runs.session import Session
 
@@ -45,28 +48,27 @@ class Stage:
     partitions: Callable[[], dict[int, Any]]
     execute: Callable[[str, dict[int, Any]], None]
     derive: Callable[
-        [dict[int, dict[str, Any]], list[dict[str, Any]]], tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]
+        [dict[int, PartitionManifest], list[dict[str, Any]]], tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]
     ]
     given: Callable[[Any], Any] = lambda work: work
     scoring: dict[str, str] = field(default_factory=dict)
 
 
-def identity(session: Session, stage: Stage, partitions: Mapping[int, Any]) -> dict[str, Any]:
+def identity(session: Session, stage: Stage, partitions: Mapping[int, Any]) -> StageFacts:
     """All that a stage's result is a function of. Its digest is the fingerprint."""
     given = hashlib.sha256()
     for index, work in sorted(partitions.items()):
         given.update(keys.canonical_json([index, stage.given(work)]))
-    facts = {
-        "run_id": session.run_id,
-        "iteration": stage.iteration,
-        "stage": stage.name,
-        "format": FORMAT_VERSIONS[stage.name],
-        "config": stage.config,
-        "inputs": stage.inputs,
-        "scoring": stage.scoring,
-        "given": given.hexdigest(),
-    }
-    return json.loads(keys.canonical_json(facts))
+    return StageFacts(
+        run_id=session.run_id,
+        iteration=stage.iteration,
+        stage=stage.name,
+        format=FORMAT_VERSIONS[stage.name],
+        config=json.loads(keys.canonical_json(stage.config)),
+        inputs=stage.inputs,
+        scoring=stage.scoring,
+        given=given.hexdigest(),
+    )
 
 
 def run_stage(session: Session, stage: Stage) -> StageResult:
@@ -79,23 +81,23 @@ def run_stage(session: Session, stage: Stage) -> StageResult:
     key = keys.stage_identity(session.run_id, stage.iteration, stage.name, number)
     known = identity_at(session.store, key)
     if known is not None:
-        prefix = keys.stage_prefix(session.run_id, stage.iteration, stage.name, known["fingerprint"])
+        prefix = keys.stage_prefix(session.run_id, stage.iteration, stage.name, known.fingerprint)
         if session.store.head(keys.stage_manifest(prefix)) is not None:
-            return _read_finished(session, stage, prefix, known["facts"])
+            return _read_finished(session, stage, prefix, known.facts)
     partitions = stage.partitions()
     now = identity(session, stage, partitions)
     if known is not None:
         # A verifier that failed may be cured: what it scores is in the log, and is scored again.
-        _refuse(session, stage, known["facts"], now | {"scoring": known["facts"]["scoring"]})
+        _refuse(session, stage, to_json(known.facts), to_json(replace(now, scoring=known.facts.scoring)))
     else:
-        known = {"facts": now, "fingerprint": keys.digest(now)}
-    prefix = keys.stage_prefix(session.run_id, stage.iteration, stage.name, known["fingerprint"])
+        known = StageIdentity(now, keys.digest(to_json(now)))
+    prefix = keys.stage_prefix(session.run_id, stage.iteration, stage.name, known.fingerprint)
     if session.store.head(keys.stage_manifest(prefix)) is not None:  # of an older record, whose facts are the same
         _put_identity(session, key, known)
         return _read_finished(session, stage, prefix, now)
     _refuse_unless_target(session, stage, "a finished stage", "no manifest")
     _put_identity(session, key, known)
-    manifest = _execute(session, stage, prefix, known, partitions)
+    manifest = _execute(session, stage, prefix, known.fingerprint, partitions)
     return _committed(session, stage, prefix, manifest)
 
 
@@ -115,13 +117,13 @@ def past_iteration(session: Session, iteration: int) -> dict[str, StageResult]:
     return found
 
 
-def _put_identity(session: Session, key: str, known: dict[str, Any]) -> None:
+def _put_identity(session: Session, key: str, known: StageIdentity) -> None:
     session.check_owner()
-    if not session.store.put_if_absent(key, keys.canonical_json(known)):
+    if not session.store.put_if_absent(key, encode(known)):
         stored = read_identity(session.store, key)
-        if stored["fingerprint"] != known["fingerprint"]:
+        if stored.fingerprint != known.fingerprint:
             raise ContractError(
-                key, expected=f"fingerprint {known['fingerprint']}", found=stored["fingerprint"],
+                key, expected=f"fingerprint {known.fingerprint}", found=stored.fingerprint,
                 safe="everything that the run has made", next_command="the same command again",
             )  # fmt: skip
 
@@ -140,10 +142,11 @@ def _refuse(session: Session, stage: Stage, old: dict[str, Any], new: dict[str, 
     )  # fmt: skip
 
 
-def _read_finished(session: Session, stage: Stage, prefix: str, facts: dict[str, Any]) -> StageResult:
+def _read_finished(session: Session, stage: Stage, prefix: str, facts: StageFacts) -> StageResult:
     """Its format, and what its ranks were given, are those of the code that made it: history, and not compared."""
     manifest = read_stage(session.store, keys.stage_manifest(prefix))
-    made = {"config": facts["config"], "inputs": facts["inputs"], "scoring": manifest.get("scoring", facts["scoring"])}
+    scoring = facts.scoring if manifest.scoring is None else manifest.scoring
+    made = {"config": facts.config, "inputs": facts.inputs, "scoring": scoring}
     now = {"config": stage.config, "inputs": stage.inputs, "scoring": stage.scoring}
     _refuse(session, stage, made, json.loads(keys.canonical_json(now)))
     if lost := read_revoked(session.store, prefix):
@@ -153,8 +156,8 @@ def _read_finished(session: Session, stage: Stage, prefix: str, facts: dict[str,
 
 
 def _made_anew(
-    session: Session, stage: Stage, prefix: str, manifest: dict[str, Any], lost: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+    session: Session, stage: Stage, prefix: str, manifest: StageManifest, lost: Mapping[str, Lost]
+) -> StageManifest:
     """The manifest of a finished stage after its revoked partitions were executed again: the same content, other keys.
 
     Raises ContractError when another content came out; then the old manifest stays, and the partitions stay revoked.
@@ -162,9 +165,9 @@ def _made_anew(
     _refuse_unless_target(session, stage, "objects that are whole", f"{len(lost)} partitions of which some are lost")
     for index, found in lost.items():  # what a repair that was killed has noted and not come to
         session.check_owner()
-        leases.revoke(session.store, keys.partition_prefix(prefix, int(index)), found["epoch"], found["reason"])
-    again = _execute(session, stage, prefix, {"fingerprint": manifest["fingerprint"]}, stage.partitions())
-    if again["output_digest"] != manifest["output_digest"]:
+        leases.revoke(session.store, keys.partition_prefix(prefix, int(index)), found.epoch, found.reason)
+    again = _execute(session, stage, prefix, manifest.fingerprint, stage.partitions())
+    if again.output_digest != manifest.output_digest:
         for index in lost:
             partition = read_partition(session.store, prefix, int(index))
             if partition is not None:
@@ -172,14 +175,14 @@ def _made_anew(
                 leases.revoke(session.store, owned, partition.epoch, "made anew with another content")
         raise ContractError(
             f"{stage.name} of iteration {stage.iteration}, partitions {', '.join(sorted(lost, key=int))}",
-            expected=f"the content that was lost: output {manifest['output_digest']}", found=again["output_digest"],
+            expected=f"the content that was lost: output {manifest.output_digest}", found=again.output_digest,
             safe="the manifest and every other partition; what was made anew is revoked again",
             next_command="the same command on the kind of device, and with the packages, that made it; or, to make it "
             f"and all that follows anew: opd run CONFIG --from-iteration {stage.iteration}",
         )  # fmt: skip
     session.check_owner()
-    session.store.put(keys.stage_manifest(prefix), keys.canonical_json(again))
-    for table, entry in again["tables"].items():
+    session.store.put(keys.stage_manifest(prefix), encode(again))
+    for table, entry in again.tables.items():
         commit(session, table, entry)
     session.store.delete(keys.revoked(prefix))
     session.notes[f"{stage.name} of iteration {stage.iteration}"] = f"{len(lost)} lost partitions were made anew, equal"
@@ -195,27 +198,25 @@ def _refuse_unless_target(session: Session, stage: Stage, expected: str, found: 
         )  # fmt: skip
 
 
-def _committed(session: Session, stage: Stage, prefix: str, manifest: dict[str, Any]) -> StageResult:
+def _committed(session: Session, stage: Stage, prefix: str, manifest: StageManifest) -> StageResult:
     """The stage's slices in the tables, then its manifest, which the first of two drivers puts."""
     manifest_key = keys.stage_manifest(prefix)
-    for table, entry in manifest["tables"].items():
+    for table, entry in manifest.tables.items():
         commit(session, table, entry)
     session.check_owner()
-    if session.store.put_if_absent(manifest_key, keys.canonical_json(manifest)) is False:
+    if session.store.put_if_absent(manifest_key, encode(manifest)) is False:
         stored = read_stage(session.store, manifest_key)
-        if stored["output_digest"] != manifest["output_digest"]:
+        if stored.output_digest != manifest.output_digest:
             raise ContractError(
-                manifest_key, expected=f"output {manifest['output_digest']}", found=stored["output_digest"],
+                manifest_key, expected=f"output {manifest.output_digest}", found=stored.output_digest,
                 safe="the stored manifest", next_command=f"opd repair {session.run_id}",
             )  # fmt: skip
         manifest = stored
-    return StageResult(stage.name, stage.iteration, manifest["fingerprint"], manifest["output_digest"], manifest)
+    return StageResult(stage.name, stage.iteration, manifest.fingerprint, manifest.output_digest, manifest)
 
 
-def _execute(
-    session: Session, stage: Stage, prefix: str, known: dict[str, Any], partitions: dict[int, Any]
-) -> dict[str, Any]:
-    mark = known["fingerprint"]
+def _execute(session: Session, stage: Stage, prefix: str, mark: str, partitions: dict[int, Any]) -> StageManifest:
+    """mark: the stage's fingerprint."""
     done = _finished(session, stage, prefix, partitions)
     todo = {index: work for index, work in partitions.items() if index not in done}
     if todo:
@@ -230,43 +231,41 @@ def _execute(
             next_command=f"opd {stage.name} CONFIG --iteration {stage.iteration}",
         )  # fmt: skip
     manifests = {index: found.manifest for index, found in sorted(done.items())}
-    rows = [row for m in manifests.values() for row in _read_rows(session, m["rows_key"], m["rows_digest"])]
+    rows = [row for m in manifests.values() for row in _read_rows(session, m.rows_key, m.rows_digest)]
     further, stats = stage.derive(manifests, rows)
     place = {"run_id": session.run_id, "iteration": stage.iteration, "stage": stage.name}
-    primary = [m["rows_key"] for m in manifests.values()]
+    primary = [m.rows_key for m in manifests.values()]
     entries = {stage.table: table_entry(stage.table, place, primary, rows)}
     further["stage_runs"] = _stage_runs(session, stage, mark, done)
     for table, derived in further.items():
         key = keys.derived_rows(prefix, table, content_digest(TABLES[table], derived, observed=True))
         session.store.put(key, json_lines(derived))
         entries[table] = table_entry(table, place, [key], derived)
-    objects = [[o["digest"] for o in m["objects"]] for m in manifests.values()]
-    content = {table: entry["digest"] for table, entry in entries.items()}
-    return {
-        "stage": stage.name,
-        "iteration": stage.iteration,
-        "fingerprint": mark,
-        "inputs": stage.inputs,
-        "scoring": stage.scoring,
-        "partitions": {str(index): found.epoch for index, found in sorted(done.items())},
-        "tables": entries,
-        "stats": stats,
-        "output_digest": keys.digest({"objects": objects, "tables": content}),
-    }
+    objects = [[o.digest for o in m.objects] for m in manifests.values()]
+    content = {table: entry.digest for table, entry in entries.items()}
+    return StageManifest(
+        stage=stage.name,
+        iteration=stage.iteration,
+        fingerprint=mark,
+        inputs=stage.inputs,
+        scoring=stage.scoring,
+        partitions={str(index): found.epoch for index, found in sorted(done.items())},
+        tables=entries,
+        stats=to_json(stats),
+        output_digest=keys.digest({"objects": objects, "tables": content}),
+    )
 
 
-def _finished(
-    session: Session, stage: Stage, prefix: str, partitions: Iterable[int]
-) -> dict[int, leases.FinishedEpoch]:
+def _finished(session: Session, stage: Stage, prefix: str, partitions: Iterable[int]) -> dict[int, FinishedPartition]:
     """Finished partitions. One that an older source of a verifier has scored is revoked: its log is scored again."""
     found = {}
     for index in partitions:
         partition = read_partition(session.store, prefix, index)
         if partition is None:
             continue
-        if partition.manifest.get("scoring", {}) != stage.scoring:
+        if partition.manifest.scored_by != stage.scoring:
             session.check_owner()
-            changed = "; ".join(differences(partition.manifest.get("scoring", {}), stage.scoring))
+            changed = "; ".join(differences(partition.manifest.scored_by, stage.scoring))
             owned = keys.partition_prefix(prefix, index)
             leases.revoke(session.store, owned, partition.epoch, f"verifiers changed: {changed}")
             session.notes["scored again, as its verifier was changed"] = changed
@@ -289,35 +288,27 @@ def _read_rows(session: Session, key: str, expected_digest: str) -> list[dict[st
         raise FormatError(key, expected="one JSON object a line", found=str(error)) from error
 
 
-def table_entry(table: str, place: dict[str, Any], row_keys: list[str], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def table_entry(table: str, place: dict[str, Any], row_keys: list[str], rows: list[dict[str, Any]]) -> TableSlice:
     """What a stage manifest keeps of one table's slice; place gives at least the values of the table's slice key."""
-    return {
-        "slice": {name: place[name] for name in TABLES[table].slice_key},
-        "row_keys": row_keys,
-        "num_rows": len(rows),
-        "digest": content_digest(TABLES[table], rows),
-        "whole_digest": content_digest(TABLES[table], rows, observed=True),
-    }
+    return TableSlice(
+        slice={name: place[name] for name in TABLES[table].slice_key},
+        row_keys=tuple(row_keys),
+        num_rows=len(rows),
+        digest=content_digest(TABLES[table], rows),
+        whole_digest=content_digest(TABLES[table], rows, observed=True),
+    )
 
 
-def _stage_runs(
-    session: Session, stage: Stage, mark: str, done: dict[int, leases.FinishedEpoch]
-) -> list[dict[str, Any]]:
+def _stage_runs(session: Session, stage: Stage, mark: str, done: dict[int, FinishedPartition]) -> list[dict[str, Any]]:
     return [
         {
             "run_id": session.run_id, "iteration": stage.iteration, "stage": stage.name, "partition": index,
-            "epoch": found.epoch, "status": "finished", "fingerprint": mark, "rows": found.manifest["num_rows"],
-            "bytes": sum(o["bytes"] for o in found.manifest["objects"]),
-            "seconds": float(found.manifest["stats"].get("seconds", 0.0)), "error": _error(found.manifest),
+            "epoch": found.epoch, "status": "finished", "fingerprint": mark, "rows": found.manifest.num_rows,
+            "bytes": sum(o.bytes for o in found.manifest.objects),
+            "seconds": found.manifest.seconds, "error": found.manifest.error,
         }
         for index, found in done.items()
     ]  # fmt: skip
-
-
-def _error(manifest: Mapping[str, Any]) -> str | None:
-    """What went wrong in a partition that finished all the same: trajectories given up, checkpoints passed over."""
-    given_up = [f"{i}: {text}" for i, text in manifest.get("given_up", {}).items()]
-    return "; ".join([*given_up, *manifest.get("notices", [])]) or None
 
 
 def input_rows(session: Session, result: StageResult, table: str) -> list[dict[str, Any]]:
@@ -325,20 +316,20 @@ def input_rows(session: Session, result: StageResult, table: str) -> list[dict[s
 
     A slice that somebody has touched since is committed anew. Raises ContractError when it will not hold still.
     """
-    entry = result.manifest["tables"][table]
+    entry = result.manifest.tables[table]
     for _ in range(2):
         rows = tables.read_rows(session.config.data, table, {"run_id": session.run_id, "iteration": result.iteration})
         if _are_those_of(rows, table, entry):
             return rows
         commit(session, table, entry)
     raise ContractError(
-        f"opd.{table}, iteration {result.iteration}", expected=f"the {entry['num_rows']} rows that {result.stage} made",
+        f"opd.{table}, iteration {result.iteration}", expected=f"the {entry.num_rows} rows that {result.stage} made",
         found=f"{len(rows)} rows, or others", safe="the rows' objects, from which the slice comes back",
         next_command=f"opd repair {session.run_id}",
     )  # fmt: skip
 
 
-def version_of(session: Session, table: str, entries: Iterable[Mapping[str, Any]]) -> int:
+def version_of(session: Session, table: str, entries: Iterable[TableSlice]) -> int:
     """A version of the table in which each entry's slice holds exactly its rows, for readers that take a version."""
     entries = list(entries)
     for _ in range(2):
@@ -353,21 +344,19 @@ def version_of(session: Session, table: str, entries: Iterable[Mapping[str, Any]
     )  # fmt: skip
 
 
-def slice_matches(session: Session, table: str, entry: Mapping[str, Any], version: int | None = None) -> bool:
+def slice_matches(session: Session, table: str, entry: TableSlice, version: int | None = None) -> bool:
     """Does the table, or one version of it, hold exactly the rows of the manifest's entry, keys included?
 
     Read without a JVM.
     """
-    return _are_those_of(tables.read_rows(session.config.data, table, entry["slice"], version=version), table, entry)
+    return _are_those_of(tables.read_rows(session.config.data, table, entry.slice, version=version), table, entry)
 
 
-def _are_those_of(rows: list[dict[str, Any]], table: str, entry: Mapping[str, Any]) -> bool:
-    return (
-        len(rows) == entry["num_rows"] and content_digest(TABLES[table], rows, observed=True) == entry["whole_digest"]
-    )
+def _are_those_of(rows: list[dict[str, Any]], table: str, entry: TableSlice) -> bool:
+    return len(rows) == entry.num_rows and content_digest(TABLES[table], rows, observed=True) == entry.whole_digest
 
 
-def commit(session: Session, table: str, entry: Mapping[str, Any]) -> None:
+def commit(session: Session, table: str, entry: TableSlice) -> None:
     """Make the table hold exactly the entry's rows in its slice; Spark starts only when it does not already."""
     if slice_matches(session, table, entry):
         return
@@ -376,9 +365,9 @@ def commit(session: Session, table: str, entry: Mapping[str, Any]) -> None:
         tables.commit_slice,
         root=session.config.data,
         table=table,
-        slice=entry["slice"],
-        row_keys=entry["row_keys"],
-        num_rows=entry["num_rows"],
-        content_digest=entry["digest"],
+        slice=entry.slice,
+        row_keys=list(entry.row_keys),
+        num_rows=entry.num_rows,
+        content_digest=entry.digest,
         run_lease=session.run_lease,
     )

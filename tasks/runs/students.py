@@ -8,16 +8,16 @@ copies of the student in use and of the one from which it was trained stay there
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from infra.store import ObjectStore
 from ml.whole_folder import whole_folder
 from schemas import keys
 from schemas.errors import FormatError
+from schemas.work.manifest import StoredFile
 from tasks.inputs.models import model_digest, resolve_model
 from tasks.runs.finished import StageResult
 from tasks.runs.session import Session
@@ -27,13 +27,12 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Student:
-    """version: digest of the model folder. export, optimizer: objects {name, key, digest}; empty for a configured
-    model, which lies at `path`."""
+    """version: digest of the model folder. export, optimizer: empty for a configured model, which lies at `path`."""
 
     version: str
     path: Path | None = None
-    export: tuple[dict[str, Any], ...] = ()
-    optimizer: tuple[dict[str, Any], ...] = ()
+    export: tuple[StoredFile, ...] = ()
+    optimizer: tuple[StoredFile, ...] = ()
 
     def folder(self, session: Session) -> Path:
         """A local Hugging Face folder. Raises FormatError when a checkpoint object is damaged."""
@@ -46,7 +45,7 @@ class Student:
         return _copied(session, self.optimizer, f"{self.version[:16]}-optimizer") if self.optimizer else None
 
 
-def _copied(session: Session, objects: tuple[dict[str, Any], ...], name: str) -> Path:
+def _copied(session: Session, objects: tuple[StoredFile, ...], name: str) -> Path:
     folder = session.scratch / "models" / name
     if folder.is_dir():
         folder.touch()
@@ -57,17 +56,17 @@ def _copied(session: Session, objects: tuple[dict[str, Any], ...], name: str) ->
     return folder
 
 
-def copy_objects(store: ObjectStore, objects: Iterable[Mapping[str, Any]], folder: Path, run_id: str) -> None:
-    """Objects {name, key, digest} of a checkpoint as files of `folder`. FormatError for one that is damaged."""
+def copy_objects(store: ObjectStore, objects: Iterable[StoredFile], folder: Path, run_id: str) -> None:
+    """Objects of a checkpoint as files of `folder`. FormatError for one that is damaged."""
 
-    def copy(entry: Mapping[str, Any]) -> None:
-        data = store.get(entry["key"])
-        if keys.digest_bytes(data) != entry["digest"]:
+    def copy(entry: StoredFile) -> None:
+        data = store.get(entry.key)
+        if keys.digest_bytes(data) != entry.digest:
             raise FormatError(
-                entry["key"], expected=f"SHA-256 {entry['digest']}", found=keys.digest_bytes(data),
+                entry.key, expected=f"SHA-256 {entry.digest}", found=keys.digest_bytes(data),
                 safe="earlier checkpoints", next_command=f"opd repair {run_id}",
             )  # fmt: skip
-        (folder / entry["name"]).write_bytes(data)
+        (folder / entry.name).write_bytes(data)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(copy, objects))
@@ -85,9 +84,9 @@ def student_of(session: Session, trained: StageResult | None) -> Student:
     """The sampler of an iteration. trained: the train stage of the iteration before, None for iteration 0."""
     if trained is None:
         return Student(session.model_digests["student"], resolve_model(session.config.student.path))
-    checkpoint = trained.stats["checkpoint"]
-    student = Student(checkpoint["version"], None, tuple(checkpoint["export"]), tuple(checkpoint["optimizer"]))
-    if "scoring" in trained.manifest:
+    made = trained.manifest.student()
+    student = Student(made.version, None, made.export, made.optimizer)
+    if trained.manifest.scoring is not None:
         return student
     # Version 0.1 named students by their tensors alone.
     return Student(model_digest(student.folder(session)), None, student.export, student.optimizer)

@@ -9,6 +9,8 @@ from infra import leases
 from infra.terminal import tell
 from schemas import keys
 from schemas.rows import metric_row
+from schemas.typed_json import to_json
+from schemas.work.manifest import PartitionManifest
 from tasks.runs.finished import StageResult
 from tasks.runs.session import Session
 from tasks.runs.stage import Stage, run_stage, version_of
@@ -30,8 +32,8 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
         prompts = prompt_entries(session.store, session.prompts[0])
         versions = {
             "prompts": version_of(session, "prompts", prompts),
-            "trajectories": version_of(session, "trajectories", [rollout.manifest["tables"]["trajectories"]]),
-            "hidden_shards": version_of(session, "hidden_shards", [teach.manifest["tables"]["hidden_shards"]]),
+            "trajectories": version_of(session, "trajectories", [rollout.manifest.tables["trajectories"]]),
+            "hidden_shards": version_of(session, "hidden_shards", [teach.manifest.tables["hidden_shards"]]),
         }
         plan = session.spark.call(
             build_plan,
@@ -48,13 +50,7 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
             slots=config.dispatch.slots,
             out_key=keys.owned_object(lease.owned, lease.epoch, "plan.jsonl"),
         )
-        return {
-            "objects": [],
-            "rows_key": plan["rows_key"],
-            "rows_digest": plan["rows_digest"],
-            "num_rows": plan["num_rows"],
-            "stats": plan["stats"],
-        }
+        return to_json(PartitionManifest((), plan["rows_key"], plan["rows_digest"], plan["num_rows"], plan["stats"]))
 
     def execute(prefix: str, _todo: dict[int, Any]) -> None:
         owned = keys.partition_prefix(prefix, 0)
@@ -66,13 +62,12 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
         leases.finish_with(lease, make_plan)
         session.progress("dispatch", 1, 1, "plan")
 
-    def derive(manifests: dict[int, dict[str, Any]], _rows: list[dict[str, Any]]):
-        stats = manifests[0]["stats"]
-        observed = {"seconds"}
+    def derive(manifests: dict[int, PartitionManifest], _rows: list[dict[str, Any]]):
+        stats = manifests[0].stats
         metrics = [
             metric_row(config.run_id, iteration, "dispatch", name, float(value))
             for name, value in sorted(stats.items())
-            if name not in observed
+            if name != "seconds" and isinstance(value, int | float)
         ]
         return {"metrics": metrics}, stats
 

@@ -17,6 +17,7 @@ from infra.store import ObjectStore
 from schemas import keys
 from schemas.errors import ContractError, FormatError
 from schemas.rows import PROMPTS
+from schemas.work.manifest import TableSlice
 from tasks.runs.session import Session
 from tasks.runs.stage import commit, table_entry
 
@@ -27,7 +28,7 @@ _PLACE = re.compile(r", (?:line|row) \d+$")
 _NAME_CHARACTERS = 60
 
 
-def prompt_entries(store: ObjectStore, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def prompt_entries(store: ObjectStore, prompts: list[dict[str, Any]]) -> list[TableSlice]:
     """The slices of opd.prompts that hold the prompts, as a manifest's entries; their objects are in the store.
 
     They may hold prompts of other runs too. Raises FormatError for a damaged object that may hold one of these.
@@ -103,5 +104,5 @@ def _batch(source: str, rows: list[dict[str, Any]]) -> tuple[str, bytes]:
     return f"{_PREFIX}{name}.jsonl", b"".join(lines)
 
 
-def _entry(key: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _entry(key: str, rows: list[dict[str, Any]]) -> TableSlice:
     return table_entry("prompts", {"source": rows[0]["source"]}, [key], rows)

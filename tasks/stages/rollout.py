@@ -17,6 +17,7 @@ from schemas import keys
 from schemas.config import RunConfig, compute_dtype
 from schemas.rows import metric_row
 from schemas.typed_json import to_json
+from schemas.work.manifest import PartitionManifest, RolloutManifest
 from schemas.work.model import ModelSource
 from schemas.work.rollout import EngineSizes, RolloutPartition, RolloutRequest, RolloutWork, SamplingSettings
 from tasks.inputs.models import check_models, resolve_model, teacher_checks
@@ -142,6 +143,15 @@ def rollout_work(
     )
 
 
+def _limits(config: RunConfig) -> Limits:
+    return Limits(
+        max_attempts=config.rollout.max_attempts,
+        grace_seconds=config.rollout.grace_seconds,
+        stuck_seconds=config.rollout.stuck_seconds,
+        max_given_up=config.rollout.max_given_up,
+    )
+
+
 def rollout(session: Session, iteration: int, student: Student) -> StageResult:
     """Sample every trajectory of an iteration.
 
@@ -187,27 +197,21 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
             run_epoch=session.run_epoch,
             scoring=scoring,
         )
-        limits = Limits(
-            max_attempts=config.rollout.max_attempts,
-            grace_seconds=config.rollout.grace_seconds,
-            stuck_seconds=config.rollout.stuck_seconds,
-            max_given_up=config.rollout.max_given_up,
-        )
         kill_after = config.drill.kill_rollout_worker_after_tokens if iteration == 0 else 0
         drill = run_workers(
-            session, "rollout", iteration, work, todo, workers=workers, limits=limits, kill_after_tokens=kill_after
-        )
+            session, "rollout", iteration, work, todo,
+            workers=workers, limits=_limits(config), kill_after_tokens=kill_after,
+        )  # fmt: skip
         if drill is not None:
             drills.append(drill)
 
-    def derive(manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
-        check_given_up({i: m["given_up"] for i, m in manifests.items()}, config.rollout.max_given_up, iteration)
-        failures = sum(m["stats"]["verifier_failures"] for m in manifests.values())
+    def derive(partitions: dict[int, PartitionManifest], rows: list[dict[str, Any]]):
+        manifests = {i: m for i, m in partitions.items() if isinstance(m, RolloutManifest)}
+        check_given_up({i: m.given_up for i, m in manifests.items()}, config.rollout.max_given_up, iteration)
+        failures = sum(m.verifier_failures for m in manifests.values())
         metrics = _metrics(config.run_id, iteration, rows, failures)
         stats = {m["name"]: m["value"] for m in metrics}
-        if drills:
-            stats["drill"] = drills[0]
-        return {"metrics": metrics}, stats
+        return {"metrics": metrics}, stats | ({"drill": drills[0]} if drills else {})
 
     stage = Stage(
         name="rollout",

@@ -13,6 +13,7 @@ from schemas.config import compute_dtype
 from schemas.errors import ContractError
 from schemas.rows import metric_row
 from schemas.typed_json import to_json
+from schemas.work.manifest import PartitionManifest
 from schemas.work.model import ModelSource
 from schemas.work.teach import TeachItem, TeachPartition, TeachWork
 from tasks.inputs.models import resolve_model
@@ -100,7 +101,7 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
             workers=workers, limits=Limits(config.teach.max_attempts, 5.0, config.teach.stuck_seconds),
         )  # fmt: skip
 
-    def derive(_manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
+    def derive(_manifests: dict[int, PartitionManifest], rows: list[dict[str, Any]]):
         tokens = {i: sum(r["rows"] for r in rows if r["teacher_index"] == i) for i in range(len(config.teachers))}
         metrics = [
             metric_row(config.run_id, iteration, "teach", "hidden_rows", float(count), teacher_index=index)

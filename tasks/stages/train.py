@@ -11,7 +11,8 @@ from typing import Any
 
 from schemas import keys
 from schemas.config import Train
-from schemas.rows import CHECKPOINTS
+from schemas.typed_json import to_json
+from schemas.work.manifest import PartitionManifest, TrainManifest
 from schemas.work.model import ModelSource
 from schemas.work.train import KLSettings, OptimizerSettings, TeacherHead, TrainSettings, TrainWork
 from tasks.inputs.models import resolve_model
@@ -119,19 +120,18 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
         limits = Limits(config.train.max_attempts, config.train.grace_seconds, config.train.stuck_seconds)
         run_group(session, "train", iteration, work, ranks=config.train.ranks, limits=limits, folder=folder)
 
-    def derive(manifests: dict[int, dict[str, Any]], rows: list[dict[str, Any]]):
+    def derive(manifests: dict[int, PartitionManifest], rows: list[dict[str, Any]]):
         manifest = manifests[0]
-        checkpoint = dict(manifest["checkpoint"])
-        row = {name: checkpoint.get(name) for name in CHECKPOINTS.column_names()}
+        assert isinstance(manifest, TrainManifest)
         stats = _summary(config, rows)
         if config.student.precision == "mxfp4":
-            stats["fp8_inexact"] = manifest["fp8_inexact"]
+            stats["fp8_inexact"] = list(manifest.fp8_inexact)
         stats["checkpoint"] = {
-            "version": checkpoint["version"],
-            "export": [o for o in manifest["objects"] if o["group"] == "export"],
-            "optimizer": [o for o in manifest["objects"] if o["group"] == "optimizer"],
+            "version": manifest.checkpoint.version,
+            "export": [o for o in manifest.objects if o.group == "export"],
+            "optimizer": [o for o in manifest.objects if o.group == "optimizer"],
         }
-        return {"checkpoints": [row]}, stats
+        return {"checkpoints": [to_json(manifest.checkpoint)]}, stats
 
     stage = Stage(
         name="train",

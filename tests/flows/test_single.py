@@ -10,6 +10,8 @@ import pytest
 from flows import single
 from schemas import config
 from schemas.errors import ConfigError, StageError
+from schemas.work.manifest import StageManifest
+from schemas.work.record import RunRecord
 from tasks.runs.finished import STAGES, StageResult
 from tasks.runs.records import History
 
@@ -24,7 +26,11 @@ class Stages:
 
     def __init__(self, patch: pytest.MonkeyPatch, past: int = 0) -> None:
         self.asked: list[str] = []
-        self.history = History(tuple((n, {"from_iteration": k}) for n, k in ((1, 0), *([(2, past)] if past else []))))
+        self.history = History(
+            tuple(
+                (n, RunRecord({}, {}, (), "s", from_iteration=k)) for n, k in ((1, 0), *([(2, past)] if past else []))
+            )
+        )
         self.target: tuple[int, str] | None = None
         for name in STAGES:
             patch.setattr(getattr(single, name), name, lambda _, number, *given, name=name: self(name, number, *given))
@@ -39,7 +45,7 @@ class Stages:
 
     @staticmethod
     def result(name: str, number: int) -> StageResult:
-        return StageResult(name, number, "f", f"{name} {number}", {})
+        return StageResult(name, number, "f", f"{name} {number}", StageManifest(name, number, "f", {}, {}, {}, {}, "o"))
 
     def __call__(self, name: str, number: int, *given: Any) -> StageResult:
         said = [g if isinstance(g, str) else ",".join(g) if isinstance(g, dict) else g.output_digest for g in given]

@@ -14,6 +14,7 @@ from infra.store import ObjectStore
 from infra.stores import open_store
 from schemas import keys, shards
 from schemas.rows import TABLES, json_lines
+from schemas.typed_json import encode
 from tasks.runs.finished import STAGES
 from tasks.runs.stage import table_entry
 
@@ -97,7 +98,7 @@ def _finish(store: ObjectStore, stage: str, rows: dict[str, list[dict[str, Any]]
         "stage": stage, "iteration": 0, "fingerprint": keys.digest(stage), "inputs": {}, "scoring": {},
         "partitions": epochs, "tables": entries, "stats": stats, "output_digest": keys.digest(["output", stage]),
     }  # fmt: skip
-    store.put(keys.stage_manifest(prefix), keys.canonical_json(manifest))
+    store.put(keys.stage_manifest(prefix), encode(manifest))
 
 
 def _results(

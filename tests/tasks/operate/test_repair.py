@@ -20,6 +20,7 @@ from infra.stores import open_store
 from schemas import keys, shards
 from schemas.errors import ContractError
 from schemas.rows import HIDDEN_SHARDS, METRICS, PROMPTS, json_lines
+from schemas.typed_json import to_json
 from tasks.operate.repair import Finding, repair
 from tasks.runs.manifests import read_partition, read_revoked
 from tasks.runs.stage import table_entry
@@ -97,11 +98,11 @@ def finish_teach(root: str, run_id: str) -> dict[str, Any]:
         },
         "stats": {}, "output_digest": keys.digest(["output", run_id]),
     }  # fmt: skip
-    store.put(keys.stage_manifest(prefix), keys.canonical_json(manifest))
+    store.put(keys.stage_manifest(prefix), keys.canonical_json(to_json(manifest)))
     lease = leases.acquire(store, keys.run_lease(run_id), owner={"run": run_id}, dead_after_seconds=5)
     assert isinstance(lease, leases.Lease)
     leases.release(lease)
-    return manifest
+    return to_json(manifest)
 
 
 def put_prompts(root: str) -> None:

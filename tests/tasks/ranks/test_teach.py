@@ -219,7 +219,7 @@ def test_objects_roll_and_a_long_trajectory_is_split(tmp_path):
     for trajectory_id, hidden_TE in states.items():
         writer.add(trajectory_id, hidden_TE)
     manifest = writer.finish()
-    rows = [json.loads(line) for line in store.get(manifest["rows_key"]).splitlines()]
+    rows = [json.loads(line) for line in store.get(manifest.rows_key).splitlines()]
     assert [(r["trajectory_id"], r["first_token_row"], r["rows"]) for r in rows] == [
         ("t0", 0, 3), ("t1", 0, 7), ("t2", 0, 6), ("t3", 0, 10), ("t3", 10, 10), ("t3", 20, 5), ("t4", 0, 1),
         ("t5", 0, 10),
@@ -230,5 +230,5 @@ def test_objects_roll_and_a_long_trajectory_is_split(tmp_path):
         first = row["first_token_row"]
         np.testing.assert_array_equal(part, states[row["trajectory_id"]][first : first + row["rows"]])
         assert row["object_digest"] == keys.digest_bytes(data)
-    assert len(manifest["objects"]) == len({r["object_key"] for r in rows}) == 6
-    assert HiddenWriter(store, lease, {}, 4, 80).finish()["objects"] == []
+    assert len(manifest.objects) == len({r["object_key"] for r in rows}) == 6
+    assert HiddenWriter(store, lease, {}, 4, 80).finish().objects == ()

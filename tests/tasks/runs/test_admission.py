@@ -98,7 +98,7 @@ def test_from_iteration_is_kept_in_the_record_and_leaves_what_lies_below(site):
     site.values["train"]["learning_rate"] = 1e-3
     history = site.admit(1)
     assert [history.in_force(i) for i in range(3)] == [1, 2, 2]
-    assert history.newest[1]["from_iteration"] == 1
+    assert history.newest[1].from_iteration == 1
     assert site.admit(1) == history, "the same command again goes on"
     assert site.admit() == history
     site.finish(1, record=2)
@@ -153,8 +153,8 @@ def test_a_setting_that_the_record_does_not_know_is_no_change_at_its_default(sit
     with pytest.raises(ContractError, match="top_k: None -> 5"):
         site.admit()
     history = site.admit(1)
-    assert history.newest[1]["config"]["rollout"]["top_k"] == 5
-    assert "train" not in history.newest[1]["config"], "what did not change keeps its fingerprint"
+    assert history.newest[1].config["rollout"]["top_k"] == 5
+    assert "train" not in history.newest[1].config, "what did not change keeps its fingerprint"
 
 
 def test_a_record_that_another_has_just_written_is_not_taken_for_ours(site, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_run_of_version_0_1_goes_on_from_its_first_unfinished_iteration(site):
             site.store.delete(key)
     history = site.admit()
     assert [history.in_force(i) for i in range(3)] == [1, 2, 2]
-    assert history.newest[1]["from_iteration"] == 1
+    assert history.newest[1].from_iteration == 1
     assert site.admit() == history
     site.edit_record(1, lambda record: record["models"].update(student="0" * 64))
     site.store.delete(keys.run_record("r", 2))

@@ -13,6 +13,8 @@ import pytest
 from infra import leases
 from infra.store_local import LocalStore
 from schemas.errors import FormatError, StoreError
+from schemas.typed_json import to_json
+from schemas.work.manifest import StoredFile, TrainedStudent
 from tasks.runs import manifests
 
 RECORD = {"config": {}, "models": {"student": "d"}, "prompt_files": ["file:1"], "student_path": "models/x"}
@@ -49,7 +51,7 @@ def spoiled(value: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def test_every_field_is_needed_and_has_its_type(tmp_path, read, good):
     store = LocalStore(tmp_path)
     store.put("key", json.dumps(good | {"more": 1}).encode())
-    assert read(store, "key") == good | {"more": 1}
+    assert to_json(read(store, "key")).items() >= good.items()
     cases = list(spoiled(good))
     assert len(cases) > 7
     for field, bad in cases:
@@ -70,7 +72,7 @@ def test_a_partition_manifest_is_checked_too(tmp_path):
         if not field:
             found = manifests.read_partition(store, "runs/r/00000/teach/f", number)
             assert found is not None
-            assert found.manifest == PARTITION
+            assert to_json(found.manifest) == PARTITION
             continue
         with pytest.raises(FormatError) as error:
             manifests.read_partition(store, "runs/r/00000/teach/f", number)
@@ -101,7 +103,7 @@ def test_what_one_stage_alone_needs_is_checked_there(tmp_path):
     checkpoint = {"version": "v", "export": files, "optimizer": []}
     trained = STAGE | {"stage": "train", "stats": {"checkpoint": checkpoint}}
     store.put("good", json.dumps(trained).encode())
-    assert manifests.read_stage(store, "good") == trained
+    assert manifests.read_stage(store, "good").student() == TrainedStudent("v", (StoredFile("n", "k", "d"),), ())
     for bad in ({}, {"checkpoint": {}}, {"checkpoint": checkpoint | {"export": [{"name": "n"}]}}):
         store.put("bad", json.dumps(trained | {"stats": bad}).encode())
         with pytest.raises(FormatError, match="bad, stats"):

@@ -15,6 +15,7 @@ from infra.store_local import LocalStore
 from schemas import config, keys
 from schemas.errors import ContractError, FormatError, StageError
 from schemas.rows import TABLES, content_digest, json_lines
+from schemas.work.record import RunRecord
 from tasks.runs import stage as stages
 from tasks.runs.finished import StageResult, past_stage
 from tasks.runs.manifests import read_partition
@@ -23,9 +24,7 @@ from tasks.runs.session import Session
 from tasks.runs.stage import Stage, input_rows, run_stage, version_of
 from tests.support.fake_spark import FakeSpark
 
-RECORD: dict[str, Any] = {
-    "format": 2, "from_iteration": 0, "config": {}, "models": {}, "prompt_files": [], "student_path": "s",
-}  # fmt: skip
+RECORD = RunRecord(config={}, models={}, prompt_files=(), student_path="s", format=2)
 
 
 def open_toy(folder: Path, **changes: Any) -> Session:
@@ -62,15 +61,15 @@ class Toy:
             owned = keys.partition_prefix(prefix, index)
             lease = leases.acquire(self.session.store, owned, owner={}, dead_after_seconds=1)
             assert isinstance(lease, leases.Lease)
-            row = {"run_id": "toy", "iteration": self.iteration, "stage": "teach", "step": index, "name": "x",
+            row = {"run_id": "toy", "iteration": self.iteration, "stage": self.stage.name, "step": index, "name": "x",
                    "teacher_index": None, "value": value}  # fmt: skip
             data = keys.canonical_json(row) + b"\n"
             key = keys.owned_object(owned, lease.epoch, "rows.jsonl")
             self.session.store.put(key, data)
             with lease:
                 lease.finish({
-                    "objects": [], "rows_key": key, "rows_digest": keys.digest_bytes(data), "num_rows": 1, "stats": {},
-                    "scoring": self.stage.scoring,
+                    "objects": [], "rows_key": key, "rows_digest": keys.digest_bytes(data), "num_rows": 1,
+                    "given_up": {}, "stats": {"verifier_failures": 0}, "scoring": self.stage.scoring,
                 })  # fmt: skip
 
     def run(self):
@@ -118,14 +117,14 @@ def test_a_touched_slice_is_committed_anew(tmp_path, touch):
         rows = [row | {"value": row["value"] + 1} for row in input_rows(session, result, "metrics")]
         other = "touched.jsonl"
         session.store.put(other, json_lines(rows[: 1 if touch == "a row" else 2]))
-        entry = result.manifest["tables"]["metrics"]
-        session.spark.call(tables.commit_slice, root=session.config.data, table="metrics", slice=entry["slice"],
+        entry = result.manifest.tables["metrics"]
+        session.spark.call(tables.commit_slice, root=session.config.data, table="metrics", slice=entry.slice,
                            row_keys=[other], num_rows=2, content_digest="")  # fmt: skip
         assert values(tmp_path) != [1.0, 2.0]
     again = open_toy(tmp_path)
     assert [row["value"] for row in input_rows(again, result, "metrics")] == [1.0, 2.0]
     assert again.spark.calls == ["commit_slice"]  # type: ignore[attr-defined]
-    assert version_of(again, "metrics", [result.manifest["tables"]["metrics"]]) is not None
+    assert version_of(again, "metrics", [result.manifest.tables["metrics"]]) is not None
 
 
 def test_what_will_not_hold_still_is_refused(tmp_path, monkeypatch):
@@ -135,7 +134,7 @@ def test_what_will_not_hold_still_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ContractError, match=r"opd\.metrics"):
         input_rows(open_toy(tmp_path), result, "metrics")
     with pytest.raises(ContractError, match=r"opd\.metrics"):
-        version_of(open_toy(tmp_path), "metrics", [result.manifest["tables"]["metrics"]])
+        version_of(open_toy(tmp_path), "metrics", [result.manifest.tables["metrics"]])
 
 
 @pytest.mark.parametrize(
@@ -180,18 +179,18 @@ def test_a_newer_format_leaves_finished_stages_alone_and_refuses_unfinished_ones
 
 
 def test_a_cured_verifier_scores_finished_partitions_again(tmp_path):
-    broken = Toy(open_toy(tmp_path), scoring={"v:f": "old"})
+    broken = Toy(open_toy(tmp_path), name="rollout", scoring={"v:f": "old"})
     broken.fails_after = 1
     with pytest.raises(StageError):
         broken.run()
-    cured = Toy(open_toy(tmp_path), scoring={"v:f": "new"})
+    cured = Toy(open_toy(tmp_path), name="rollout", scoring={"v:f": "new"})
     result = cured.run()
     assert cured.executed == [0, 1], "what the old source has scored is made again, under the same prefix"
     assert "'old' -> 'new'" in str(cured.session.notes)
-    assert result.manifest["scoring"] == {"v:f": "new"}
-    assert Toy(open_toy(tmp_path), scoring={"v:f": "new"}).run() == result
+    assert result.manifest.scoring == {"v:f": "new"}
+    assert Toy(open_toy(tmp_path), name="rollout", scoring={"v:f": "new"}).run() == result
     with pytest.raises(ContractError, match="scoring"):
-        Toy(open_toy(tmp_path), scoring={"v:f": "newer"}).run()
+        Toy(open_toy(tmp_path), name="rollout", scoring={"v:f": "newer"}).run()
 
 
 class Superseded:
@@ -228,7 +227,7 @@ def test_a_driver_that_lost_its_run_changes_nothing_that_counts(tmp_path):
 def test_another_record_reads_the_past_and_recommits_what_did_not_change(tmp_path):
     first = Toy(open_toy(tmp_path), 0).run()
     second = Toy(open_toy(tmp_path), 1).run()
-    history = History(((1, RECORD), (2, RECORD | {"from_iteration": 1})))
+    history = History(((1, RECORD), (2, dataclasses.replace(RECORD, from_iteration=1))))
     assert [history.in_force(i) for i in (0, 1, 2)] == [1, 2, 2]
     assert [history.is_past(i) for i in (0, 1, 2)] == [True, False, False]
     session = open_toy(tmp_path, history=history)
@@ -241,8 +240,8 @@ def test_another_record_reads_the_past_and_recommits_what_did_not_change(tmp_pat
     assert values(tmp_path, 0) == [], "what lies below is read, never committed anew"
     assert values(tmp_path, 1) == [1.0, 2.0]
     assert past_stage(session.store, history, "toy", 1, "teach") == second
-    changed = Toy(open_toy(tmp_path, history=History((*history.records, (3, RECORD | {"from_iteration": 1})))), 1,
-                  given=(5.0, 6.0))  # fmt: skip
+    third = History((*history.records, (3, dataclasses.replace(RECORD, from_iteration=1))))
+    changed = Toy(open_toy(tmp_path, history=third), 1, given=(5.0, 6.0))
     assert changed.run() != second
     assert values(tmp_path, 1) == [5.0, 6.0]
 
@@ -250,8 +249,8 @@ def test_another_record_reads_the_past_and_recommits_what_did_not_change(tmp_pat
 def test_stages_that_version_0_1_finished_are_found(tmp_path):
     result = Toy(open_toy(tmp_path), 0).run()
     shutil.rmtree(next((tmp_path / "data").glob("runs/toy/00000/teach/records")))
-    old = {name: value for name, value in RECORD.items() if name not in ("format", "from_iteration")}
-    history = History(((1, old), (2, RECORD | {"from_iteration": 1})))
+    old = dataclasses.replace(RECORD, format=None)
+    history = History(((1, old), (2, dataclasses.replace(RECORD, from_iteration=1))))
     store = LocalStore(tmp_path / "data")
     assert past_stage(store, history, "toy", 0, "teach") == result
     manifest = next((tmp_path / "data").glob("runs/toy/00000/teach/*/manifest.json"))
@@ -284,7 +283,7 @@ def test_only_the_asked_stage_is_executed(tmp_path):
 
 def test_rows_that_a_parent_derives_are_named_by_all_of_their_columns(tmp_path):
     result = Toy(open_toy(tmp_path)).run()
-    (key,) = result.manifest["tables"]["stage_runs"]["row_keys"]
+    (key,) = result.manifest.tables["stage_runs"].row_keys
     rows = tables.read_jsonl(LocalStore(tmp_path / "data"), TABLES["stage_runs"], key)
     assert content_digest(TABLES["stage_runs"], rows, observed=True)[:16] in key
 
@@ -293,7 +292,7 @@ def lose(folder: Path, result: StageResult, partition: int) -> str:
     """As `opd repair` leaves a partition whose objects are lost; the stage's prefix."""
     prefix = keys.stage_prefix("toy", 0, "teach", result.fingerprint)
     store = LocalStore(folder / "data")
-    lost = {str(partition): {"epoch": result.manifest["partitions"][str(partition)], "reason": "lost"}}
+    lost = {str(partition): {"epoch": result.manifest.partitions[str(partition)], "reason": "lost"}}
     store.put(keys.revoked(prefix), keys.canonical_json(lost))
     return prefix
 
@@ -309,8 +308,8 @@ def test_a_revoked_partition_alone_is_made_anew(tmp_path, killed_before_revoking
     remade = again.run()
     assert again.executed == [1]
     assert remade.output_digest == result.output_digest
-    assert remade.manifest["partitions"] == {"0": 2, "1": 5}
-    assert all(store.head(key) for entry in remade.manifest["tables"].values() for key in entry["row_keys"])
+    assert remade.manifest.partitions == {"0": 2, "1": 5}
+    assert all(store.head(key) for entry in remade.manifest.tables.values() for key in entry.row_keys)
     assert values(tmp_path) == [1.0, 2.0]
     before = everything(tmp_path)
     assert Toy(open_toy(tmp_path)).run() == remade

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infra.store_local import LocalStore
 from schemas import keys
 from schemas.errors import FormatError
+from schemas.work.manifest import StoredFile
 from tasks.runs.manifests import read_stage
 from tasks.runs.students import Student
 from tests.tasks.runs.test_stage import open_toy
 
 
 def student(store: LocalStore, version: str, names: tuple[str, ...] = ("config.json", "model.safetensors")) -> Student:
-    def objects(kind: str) -> tuple[dict[str, Any], ...]:
+    def objects(kind: str) -> tuple[StoredFile, ...]:
         found = []
         for name in names:
             data = f"{version} {kind} {name}".encode()
             store.put(f"{version}/{kind}/{name}", data)
-            found.append({"name": name, "key": f"{version}/{kind}/{name}", "digest": keys.digest_bytes(data)})
+            found.append(StoredFile(name, f"{version}/{kind}/{name}", keys.digest_bytes(data)))
         return tuple(found)
 
     return Student(version * 16, None, objects("export"), objects("optimizer"))
