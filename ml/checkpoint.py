@@ -115,22 +115,30 @@ def load_model(
 
 
 def read_head(folder: Path, *, precision: Precision = "bf16", digest: str | None = None) -> torch.Tensor:
-    """The unembedding matrix [V, E] alone, bf16, or fp32 for an fp32 model.
+    """The unembedding matrix [V, E] of a supported architecture alone, bf16, or fp32 for an fp32 model.
 
     digest: the head's own of `model_digests`; None takes any. Errors as above.
     """
     folder = Path(folder)
     config_json = read_config(folder)
     config = ModelConfig.from_hf(config_json, str(folder / CONFIG))
-    name = head_name(config_json)
+    tensor, where, found = read_tensor(folder, head_name(config_json), hashed=digest is not None)
+    if digest is not None:
+        check_digest(folder, digest, found, "head")
+    check_tensor(tensor, (config.vocab_rows, config.width), where)
+    return tensor.float() if precision == "fp32" else tensor.to(torch.bfloat16)
+
+
+def read_tensor(folder: Path, name: str, *, hashed: bool) -> tuple[torch.Tensor, str, str]:
+    """(one tensor of any model folder as it is stored, where it lies, its `tensor_digest` or "" unless hashed).
+
+    For `check_tensor` to check. Raises ConfigError (no folder, no safetensors), FormatError (no such tensor, cut file).
+    """
     if name not in stored_tensors(folder):
         raise FormatError(str(folder), expected=f"tensor {name}", found="no such tensor")
-    hashes: dict[str, str] | None = None if digest is None else {}
+    hashes: dict[str, str] | None = {} if hashed else None
     ((_, tensor, where),) = _tensors(folder, hashes, only=name)
-    if digest is not None and hashes is not None:
-        check_digest(folder, digest, hashes[name], "head")
-    _check_tensor(tensor, (config.vocab_rows, config.width), where)
-    return tensor.float() if precision == "fp32" else tensor.to(torch.bfloat16)
+    return tensor, where, hashes[name] if hashes else ""
 
 
 def save_model(
@@ -250,7 +258,7 @@ def _model_tensors(folder: Path, model: Transformer, hashes: dict[str, str] | No
         if shape is None:
             _check_spare_tensor(folder, model.config, name, tensor, where)
             continue
-        _check_tensor(tensor, shape, where)
+        check_tensor(tensor, shape, where)
         yield name, model.group.part(tensor) if name in split else tensor, where
     if shapes:
         name = next(iter(shapes))
@@ -321,7 +329,8 @@ def _hashed(views: Iterable[Named], tensors: Mapping[str, StoredTensor], hashes:
             yield taken(waiting.popleft())
 
 
-def _check_tensor(tensor: torch.Tensor, shape: tuple[int, ...], where: str) -> None:
+def check_tensor(tensor: torch.Tensor, shape: tuple[int, ...], where: str) -> None:
+    """Raises FormatError for another shape, no float dtype, NaN or infinity."""
     if tuple(tensor.shape) != shape:
         raise FormatError(where, expected=f"shape {shape}", found=f"{tuple(tensor.shape)}")
     if tensor.dtype not in _DTYPES:

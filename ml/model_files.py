@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -103,7 +103,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _read_index(folder: Path) -> dict[str, str]:
     if not (folder / INDEX).exists():
-        raise ConfigError(str(folder), expected=f"{WEIGHTS} or {INDEX}", found="neither")
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        raise ConfigError(
+            str(folder), expected=f"{WEIGHTS} or {INDEX}", found=f"{pickles[0]}, a pickle" if pickles else "neither",
+            next_command="save the model again with save_pretrained, which writes safetensors",
+        )  # fmt: skip
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(str(folder / INDEX), expected="a weight_map", found=repr(weight_map)[:100])
@@ -129,6 +133,13 @@ def file_header(path: Path) -> dict[str, TensorSpec]:
     return specs
 
 
+def linear_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Weight name and [rows, columns] of each linear of a supported architecture, by headers."""
+    for name, tensor in stored_tensors(folder).items():
+        if name.startswith("model.layers.") and len(tensor.spec.shape) == 2:
+            yield name, tensor.spec.shape
+
+
 @dataclass(frozen=True)
 class ModelDigests:
     """SHA-256, in hexadecimal, of a model folder's parts. head: of the unembedding matrix alone, None without one."""
@@ -150,10 +161,15 @@ def model_digests(folder: Path) -> ModelDigests:
     """
     folder = Path(folder)
     config = read_config(folder)
+    hashes = tensor_digests(folder)
+    return ModelDigests(weights_of(hashes), settings_of(folder, config), hashes.get(head_name(config)))
+
+
+def tensor_digests(folder: Path) -> dict[str, str]:
+    """Name -> `tensor_digest` of every tensor of a folder. Raises as `stored_tensors`."""
     tensors = stored_tensors(folder)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
-        hashes = dict(zip(tensors, pool.map(_stored_tensor_digest, tensors, tensors.values()), strict=True))
-    return ModelDigests(weights_of(hashes), settings_of(folder, config), hashes.get(head_name(config)))
+        return dict(zip(tensors, pool.map(_stored_tensor_digest, tensors, tensors.values()), strict=True))
 
 
 def model_digest(folder: Path) -> str:
@@ -191,12 +207,21 @@ def weights_of(hashes: Mapping[str, str]) -> str:
 
 def settings_of(folder: Path, config: Mapping[str, Any]) -> str:
     """`settings_digest` of a folder whose config.json was read already."""
+    parts = {CONFIG: {name: value for name, value in config.items() if name not in _NO_SETTINGS}}
+    return digest_of_parts(folder, parts | companions_of(folder))
+
+
+def companions_of(folder: Path) -> dict[str, Any]:
+    """What the settings of a model hold beside config.json: stop ids, and digests of tokenizer and chat template."""
     generation = read_json(folder / GENERATION) if (folder / GENERATION).exists() else {}
-    parts = {
-        CONFIG: {name: value for name, value in config.items() if name not in _NO_SETTINGS},
+    return {
         GENERATION: generation.get("eos_token_id"),
         **{name: digest_bytes(_file_bytes(folder / name)) for name in TEXT_FILES if (folder / name).exists()},
     }
+
+
+def digest_of_parts(folder: Path, parts: Mapping[str, Any]) -> str:
+    """Raises FormatError, naming config.json, for numbers that are not finite."""
     try:
         return digest(parts)
     except ValueError as error:

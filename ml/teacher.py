@@ -1,9 +1,10 @@
-"""A teacher's only product: the final-norm states that predict each response token. Logits are never formed.
+"""A teacher's only product: the hidden states that predict each response token. Logits are never formed.
 
-Row i of a trajectory is the state that predicts response token i: the last context token's state predicts token 0,
-and the last response token is read by nobody. Rows do not depend on which trajectories share a forward pass.
+A hidden state is what the model's output embedding (its head) is given; of our own transformer, the state after the
+final norm. Row i of a trajectory is the state that predicts response token i: the last context token's state predicts
+token 0, and the last response token is read by nobody. Rows do not depend on which trajectories share a forward pass.
 
-Letters: N packed tokens, E teacher width, T response tokens of one trajectory.
+Letters: N packed tokens, E teacher width, W stored width (ml.teacher_facts), T response tokens of one trajectory.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
 from ml.device import to_host, traits
 from ml.model import PackedCausal, Transformer
+from ml.teacher_facts import TeacherFacts
 from schemas.errors import ContractError
 
 
@@ -26,6 +29,40 @@ class Reading:
 
     context_ids: Sequence[int]
     response_ids: Sequence[int]
+
+
+class Teacher(Protocol):
+    """A loaded teacher of any kind. Its head is no part of it: training reads that by name (ml.teacher_head)."""
+
+    @property
+    def facts(self) -> TeacherFacts: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def hidden_states(self, readings: Iterable[Reading], *, batch_tokens: int) -> Iterator[torch.Tensor]:
+        """One bf16 tensor [T, W] a reading, on the host, in order, finite; batch_tokens: how many a pass may take.
+
+        The bytes of a reading's rows depend on the model and that reading alone, whatever batch_tokens is. Raises
+        ContractError as `check_reading` does, and for a state that is not finite.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OwnTeacher:
+    """Our transformer as a teacher."""
+
+    facts: TeacherFacts
+    model: Transformer
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.head_weight.device
+
+    def hidden_states(self, readings: Iterable[Reading], *, batch_tokens: int) -> Iterator[torch.Tensor]:
+        """As `Teacher.hidden_states`."""
+        return hidden_states(self.model, readings, batch_tokens=batch_tokens)
 
 
 def hidden_states(model: Transformer, readings: Iterable[Reading], *, batch_tokens: int) -> Iterator[torch.Tensor]:
@@ -48,7 +85,9 @@ def _batches(model: Transformer, readings: Iterable[Reading], batch_tokens: int)
     batch: list[Reading] = []
     num_tokens = 0
     for index, reading in enumerate(readings):
-        length = _check(model, reading, index)
+        length = check_reading(
+            reading, index, context_tokens=model.config.max_positions, input_rows=model.config.vocab_rows
+        )
         if batch and num_tokens + length > batch_tokens:
             yield batch
             batch, num_tokens = [], 0
@@ -58,17 +97,21 @@ def _batches(model: Transformer, readings: Iterable[Reading], batch_tokens: int)
         yield batch
 
 
-def _check(model: Transformer, reading: Reading, index: int) -> int:
-    """Tokens that the model reads: all but the last, which predicts nothing of the response."""
+def check_reading(reading: Reading, index: int, *, context_tokens: int, input_rows: int) -> int:
+    """Tokens that the model reads: all but the last, which predicts nothing of the response.
+
+    index: of the reading, for errors. Raises ContractError for an empty side, more than context_tokens positions, and
+    an id that is not below input_rows.
+    """
     where = f"trajectory {index} of the teacher's input"
     if not reading.context_ids or not reading.response_ids:
         raise ContractError(where, expected="a context and a response", found="an empty one")
     length = len(reading.context_ids) + len(reading.response_ids) - 1
-    if length > model.config.max_positions:
-        raise ContractError(where, expected=f"up to {model.config.max_positions} positions", found=f"{length}")
+    if length > context_tokens:
+        raise ContractError(where, expected=f"up to {context_tokens} positions", found=f"{length}")
     largest = max(max(reading.context_ids), max(reading.response_ids))
-    if min(min(reading.context_ids), min(reading.response_ids)) < 0 or largest >= model.config.vocab_rows:
-        raise ContractError(where, expected=f"ids below {model.config.vocab_rows}", found=f"{largest}")
+    if min(min(reading.context_ids), min(reading.response_ids)) < 0 or largest >= input_rows:
+        raise ContractError(where, expected=f"ids below {input_rows}", found=f"{largest}")
     return length
 
 

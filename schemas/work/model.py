@@ -1,4 +1,4 @@
-"""A model that a rank loads."""
+"""A model that a rank loads, and the head alone of one."""
 
 from __future__ import annotations
 
@@ -21,3 +21,21 @@ class ModelSource:
     digest: str
     precision: WeightPrecision
     compute: Compute
+
+
+@dataclass(frozen=True)
+class HeadSource:
+    """Where an unembedding matrix lies, by names of tensors: no architecture is asked for.
+
+    folder: on this node, safetensors. weight: name of the tensor [rows, width]; bias: of [rows], or None. scale:
+    factor of the logits, a power of two. digest: of the bytes of both (`ml.teacher_head`), which reading checks; None
+    takes any.
+    """
+
+    folder: str
+    weight: str
+    rows: int
+    width: int
+    bias: str | None = None
+    scale: float = 1.0
+    digest: str | None = None
