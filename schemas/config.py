@@ -11,10 +11,11 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from schemas.config_teachers import TEACHER_KINDS, AnyTeacher, OpdTeacher, TransformersTeacher
 from schemas.errors import ConfigError
 from schemas.keys import check_run_id
 from schemas.root import DataRoot
@@ -32,20 +33,6 @@ class Student(Section):
 
     path: str = location("Hugging Face model folder with tokenizer (safetensors)")
     precision: WeightPrecision = Field("bf16", description="values of the linear weights, in rollout and in training")
-
-
-class Teacher(Section):
-    """One teacher; the order of ids gives teacher_index."""
-
-    id: str = Field(min_length=1, description="name of the teacher, by which prompt rows choose it")
-    path: str = location("Hugging Face model folder")
-    weight: Positive = Field(1.0, gt=0, description="weight of this teacher's KL, never normalised")
-    precision: WeightPrecision = Field("bf16", description="values of the linear weights")
-    template: str = Field(
-        "",
-        description="Jinja template of an extra system message that only this teacher reads; sees the prompt's "
-        "columns (answer, domain, context). Empty: the teacher reads what the student reads",
-    )
 
 
 class GymDataset(Section):
@@ -290,7 +277,7 @@ class RunConfig(Section):
         300.0, gt=0, description="a call is tried again for this long when the store does not answer, in seconds"
     )
     student: Student
-    teachers: tuple[Teacher, ...] = Field(min_length=1)
+    teachers: tuple[AnyTeacher, ...] = Field(min_length=1)
     prompts: Prompts
     rollout: Rollout = Rollout.model_validate({})
     teach: Teach = Teach.model_validate({})
@@ -345,7 +332,7 @@ class RunConfig(Section):
         """teacher_index -> teacher_id."""
         return tuple(sorted(t.id for t in self.teachers))
 
-    def teacher(self, teacher_index: int) -> Teacher:
+    def teacher(self, teacher_index: int) -> OpdTeacher | TransformersTeacher:
         return next(t for t in self.teachers if t.id == self.teacher_ids[teacher_index])
 
 
@@ -355,27 +342,40 @@ def nearest(word: str, words: Sequence[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """The sections that a field's annotation names, those of a union in its order."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections_of(argument)]
+
+
 def _fields_at(path: tuple[int | str, ...]) -> list[str]:
-    """Valid names beside the key at `path`."""
-    model: Any = RunConfig
+    """Valid names beside the key at `path`, in which a teacher's kind stands before the fields of its section."""
+    choices: list[type[Section]] = [RunConfig]
     for part in path[:-1]:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        arguments = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, Section)]
-        model = arguments[0] if arguments else annotation
-    return list(model.model_fields)
+        if len(choices) > 1 and isinstance(part, str):
+            choices = [TEACHER_KINDS[part]]
+        elif isinstance(part, str):
+            choices = sections_of(choices[0].model_fields[part].annotation)
+    return list(choices[0].model_fields)
 
 
 def _explain(error: ValidationError, source: str) -> ConfigError:
     first = error.errors(include_url=False)[0]
     path = tuple(first["loc"])
-    where = f"{source}, {'.'.join(str(p) for p in path)}"
+    spoken = path[:2] + path[3:] if path[0] == "teachers" else path  # the user writes no kind into a path
+    where = f"{source}, {'.'.join(str(p) for p in spoken)}"
     if first["type"] == "extra_forbidden":
         names = _fields_at(path)
         return ConfigError(
             where, expected=f"one of {', '.join(names)}", found=repr(path[-1]) + nearest(str(path[-1]), names)
         )
+    if first["type"] == "union_tag_invalid":
+        kind = str(first["input"].get("kind"))
+        return ConfigError(
+            f"{where}.kind", expected=f"one of {', '.join(TEACHER_KINDS)}",
+            found=repr(kind) + nearest(kind, list(TEACHER_KINDS)),
+        )  # fmt: skip
     if first["type"] == "missing":
         return ConfigError(where, expected="a value", found="nothing")
     return ConfigError(where, expected=first["msg"].removeprefix("Value error, "), found=repr(first["input"])[:200])

@@ -29,11 +29,12 @@ class TeachItem:
 
 @dataclass(frozen=True)
 class TeachPartition:
-    """Whole trajectories of one teacher."""
+    """Whole trajectories of one teacher. kind: of the teacher (`tasks.teachers.kinds`)."""
 
     partition: int
     teacher_index: int
     teacher_id: str
+    kind: str
     model: ModelSource
     items: tuple[TeachItem, ...]
 
@@ -55,3 +56,20 @@ class TeachWork:
     threads: int
     dead_after_seconds: float
     partitions: tuple[TeachPartition, ...]
+
+
+@dataclass(frozen=True)
+class TeacherToProve:
+    """A teacher that is proved by being loaded. kind: see TeachPartition."""
+
+    teacher_id: str
+    kind: str
+    model: ModelSource
+
+
+@dataclass(frozen=True)
+class ProofWork:
+    """Teachers that are loaded one after another before anything is sampled. threads: of the process."""
+
+    teachers: tuple[TeacherToProve, ...]
+    threads: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from schemas.work.model import ModelSource
+from schemas.work.model import HeadSource, ModelSource
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,10 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """folder: of the teacher's model. digest: of the head's bytes, which reading checks, or None."""
+    """A teacher's head, whatever the teacher's kind."""
 
     teacher_index: int
-    folder: str
-    digest: str | None
+    source: HeadSource
 
 
 @dataclass(frozen=True)

@@ -5,29 +5,24 @@ Reads headers and JSON only: no torch, and no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ml.model_config import ModelConfig
-from ml.model_files import (
-    CONFIG,
-    FP8_ROWS,
-    MXFP4_COLUMNS,
-    ModelDigests,
-    head_name,
-    model_digest,
-    model_digests,
-    read_config,
-    stored_tensors,
-)
+from ml.model_files import CONFIG, FP8_ROWS, ModelDigests, linear_shapes, model_digest, model_digests, read_config
+from ml.teacher_facts import TeacherFacts
 from ml.train.batches import largest_frame_bytes
 from schemas.config import RunConfig
 from schemas.errors import ConfigError, ContractError, FormatError
+from schemas.work.model import HeadSource
 from tasks.inputs.text import Tokenizer
+from tasks.teachers import kinds
+from tasks.teachers.kinds import AnyTeacher
+from tasks.teachers.opd import head_source
 
 __all__ = [
     "ModelDigests", "check_models", "context_tokens", "model_digest", "model_digests", "resolve_model",
-    "teacher_checks",
+    "teacher_checks", "teacher_facts",
 ]  # fmt: skip
 
 
@@ -41,31 +36,38 @@ def resolve_model(path: str | Path) -> Path:
 
 
 def context_tokens(folder: Path) -> int:
-    """How many positions a model knows. Raises FormatError for a config.json that does not say."""
+    """How many positions the student knows. Raises FormatError for a config.json that does not say."""
     value = read_config(folder).get("max_position_embeddings")
     if not isinstance(value, int) or value < 1:
         raise FormatError(f"{folder / CONFIG}, max_position_embeddings", expected="a count", found=repr(value))
     return value
 
 
-def teacher_checks(student: Path, teachers: Mapping[str, Path]) -> int:
-    """Checks that every teacher (id -> folder) can teach the student; gives V, the shared vocabulary size.
+def teacher_facts(teacher: AnyTeacher) -> TeacherFacts:
+    """Raises as the kind's `facts` does, and ConfigError for a path that is no model folder."""
+    return kinds.of(teacher.kind).facts(resolve_model(teacher.path))
+
+
+def teacher_checks(student: Path, teachers: Iterable[AnyTeacher]) -> int:
+    """Checks that every teacher can teach the student; gives V, the shared vocabulary size.
 
     V is the size of the student's tokenizer. Raises ContractError naming both sides when a tokenizer differs or a
-    head has fewer rows than V, FormatError when a head's shape is not what its own config.json says.
+    head has fewer rows than V, FormatError when a head's shape is not what its own config.json says, and as
+    `teacher_facts` does.
     """
     tokenizer = Tokenizer.load(student)
-    _check_head(student, tokenizer.vocab_size)
-    for teacher_id, folder in sorted(teachers.items()):
+    _check_rows_of_head(head_source(student), tokenizer.vocab_size)
+    for teacher in sorted(teachers, key=lambda teacher: teacher.id):
+        folder = resolve_model(teacher.path)
         other = Tokenizer.load(folder)
         if other.fingerprint != tokenizer.fingerprint:
             raise ContractError(
-                f"teacher {teacher_id}, tokenizer of {folder}",
+                f"teacher {teacher.id}, tokenizer of {folder}",
                 expected=f"the student's ({student}): {tokenizer.vocab_size} tokens, {tokenizer.fingerprint[:16]}",
                 found=f"{other.vocab_size} tokens, {other.fingerprint[:16]}",
                 safe="nothing was sampled",
             )
-        _check_head(folder, tokenizer.vocab_size)
+        _check_rows_of_head(teacher_facts(teacher).head, tokenizer.vocab_size)
     return tokenizer.vocab_size
 
 
@@ -77,23 +79,34 @@ def check_models(student: Path, config: RunConfig) -> None:
     it; a student that is stored in MXFP4, since training needs float masters; responses that fit no context;
     tensor-parallel ranks that cannot share the student; a loader without room for full packs.
     """
-    models = {"student": (student, config.student.precision)}
-    models |= {f"teachers, {t.id}": (resolve_model(t.path), t.precision) for t in config.teachers}
-    shapes = {where: read_model_config(folder) for where, (folder, _) in models.items()}
-    _check_precisions(models, config.train.compute)
-    for where, shape in shapes.items():
-        if config.rollout.max_response_tokens >= shape.max_positions:
+    shape = read_model_config(student)
+    _check_student(student, config)
+    facts = {f"teachers, {t.id}": teacher_facts(t) for t in config.teachers}
+    for teacher in config.teachers:
+        where = f"teachers, {teacher.id}, precision"
+        kinds.of(teacher.kind).refuse(resolve_model(teacher.path), teacher.precision, where)
+    limits = {"student": (shape.max_positions, shape.width)}
+    limits |= {where: (found.context_tokens, found.stored_width) for where, found in facts.items()}
+    for where, (positions, width) in limits.items():
+        if config.rollout.max_response_tokens >= positions:
             raise ConfigError(
-                "rollout.max_response_tokens", expected=f"less than {shape.max_positions} positions of {where}",
+                "rollout.max_response_tokens", expected=f"less than {positions} positions of {where}",
                 found=str(config.rollout.max_response_tokens),
             )  # fmt: skip
-        if config.train.kl_precision != "exact" and shape.width % FP8_ROWS:
+        if config.train.kl_precision != "exact" and width % FP8_ROWS:
             raise ConfigError(
                 "train.kl_precision", expected=f"models whose width is a multiple of {FP8_ROWS}, for products in FP8",
-                found=f"width {shape.width} of {where}", next_command='train.kl_precision = "exact"',
+                found=f"width {width} of {where}", next_command='train.kl_precision = "exact"',
             )  # fmt: skip
-    _check_tensor_parallel(shapes["student"], config.rollout.tensor_parallel)
-    _check_loader(config, {where: shape.width for where, shape in shapes.items() if where != "student"})
+    for where, found in facts.items():
+        if config.train.kl_precision == "fp8" and found.head.bias is not None:
+            # Its bias lies in three columns, of which FP8 would keep three bits each.
+            raise ConfigError(
+                "train.kl_precision", expected='"exact" or "fp8_gradients" with a teacher whose head has a bias',
+                found=f"'fp8' with {where}", next_command='train.kl_precision = "fp8_gradients"',
+            )  # fmt: skip
+    _check_tensor_parallel(shape, config.rollout.tensor_parallel)
+    _check_loader(config, {where: found.stored_width for where, found in facts.items()})
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -101,20 +114,14 @@ def read_model_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_hf(read_config(folder), str(folder / CONFIG))
 
 
-def _check_precisions(models: Mapping[str, tuple[Path, str]], train_compute: str) -> None:
-    student = models["student"][0]
+def _check_student(student: Path, config: RunConfig) -> None:
     if "quantization_config" in read_config(student):
         raise ConfigError(
             f"student.path {student}", expected="float weights to train on", found="MXFP4 weights",
             next_command="use the folder that it was made from",
         )  # fmt: skip
-    for where, (folder, precision) in models.items():
-        packed = "quantization_config" in read_config(folder)
-        if packed and precision != "mxfp4":
-            raise ConfigError(f"{where}, precision", expected=f'"mxfp4", as {folder} is stored', found=repr(precision))
-        if precision == "mxfp4" and not packed:
-            _check_columns(folder, f"{where}, precision")
-    if train_compute == "fp8":
+    kinds.of("opd").refuse(student, config.student.precision, "student, precision")
+    if config.train.compute == "fp8":
         _check_rows(student, "train.compute")
 
 
@@ -141,17 +148,8 @@ def _check_loader(config: RunConfig, teacher_widths: Mapping[str, int]) -> None:
         )  # fmt: skip
 
 
-def _check_columns(folder: Path, where: str) -> None:
-    for name, (_, columns) in _linears(folder):
-        if columns % MXFP4_COLUMNS:
-            raise ConfigError(
-                where, expected=f"a multiple of {MXFP4_COLUMNS} columns in every linear, for MXFP4",
-                found=f"{columns} in {name} of {folder}", next_command='precision = "bf16"',
-            )  # fmt: skip
-
-
 def _check_rows(folder: Path, where: str) -> None:
-    for name, (rows, _) in _linears(folder):
+    for name, (rows, _) in linear_shapes(folder):
         if rows % FP8_ROWS:
             raise ConfigError(
                 where, expected=f"a multiple of {FP8_ROWS} rows in every linear, for products in FP8",
@@ -159,22 +157,9 @@ def _check_rows(folder: Path, where: str) -> None:
             )  # fmt: skip
 
 
-def _linears(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Weight name and [rows, columns] of each linear, by headers."""
-    for name, tensor in stored_tensors(folder).items():
-        if name.startswith("model.layers.") and len(tensor.spec.shape) == 2:
-            yield name, tensor.spec.shape
-
-
-def _check_head(folder: Path, vocab_size: int) -> None:
-    config = read_config(folder)
-    name = head_name(config)
-    tensor = stored_tensors(folder).get(name)
-    if tensor is None:
-        raise FormatError(f"{folder}, tensor {name}", expected="a head", found="no such tensor")
-    shape, where = tensor.spec.shape, f"{tensor.path}, tensor {name}"
-    own = (config.get("vocab_size"), config.get("hidden_size"))
-    if shape != own:
-        raise FormatError(where, expected=f"{own}, as config.json says", found=f"{shape}")
-    if shape[0] < vocab_size:
-        raise ContractError(where, expected=f"a row for each of {vocab_size} tokens", found=f"{shape[0]}")
+def _check_rows_of_head(head: HeadSource, vocab_size: int) -> None:
+    if head.rows < vocab_size:
+        raise ContractError(
+            f"{head.folder}, tensor {head.weight}", expected=f"a row for each of {vocab_size} tokens",
+            found=f"{head.rows}",
+        )  # fmt: skip

@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from schemas.config import RunConfig, Teacher
+from schemas.config import RunConfig
+from schemas.config_teachers import Teacher
 from schemas.errors import ContractError
-from tasks.inputs.models import context_tokens, resolve_model
+from tasks.inputs.models import context_tokens, resolve_model, teacher_facts
 from tasks.inputs.prompt_files import load_json
 from tasks.inputs.templates import render_row, teacher_template
 from tasks.inputs.text import Tokenizer
@@ -51,9 +52,8 @@ class Room:
         self._response, self._student = config.rollout.max_response_tokens, tokenizer
         self._pack = config.dispatch.pack_tokens
         self._context = context_tokens(tokenizer.folder)
-        folders = {teacher.id: resolve_model(teacher.path) for teacher in config.teachers}
         self._teachers = {
-            t.id: (t, Tokenizer.load(folders[t.id]), context_tokens(folders[t.id])) for t in config.teachers
+            t.id: (t, Tokenizer.load(resolve_model(t.path)), teacher_facts(t).context_tokens) for t in config.teachers
         }
 
     def check(self, prompts: Iterable[dict[str, Any]]) -> None:

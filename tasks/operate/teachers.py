@@ -28,19 +28,23 @@ from tasks.inputs.text import Tokenizer
 
 
 def report(
-    config: RunConfig, *, num_prompts: int = 16, on_model: Callable[[str], None] = lambda model: None
-) -> list[dict[str, str | int | float]]:
-    """A row for the student, then one for each teacher in order of teacher_index.
+    config: RunConfig, *, num_prompts: int = 16, on_model: Callable[[str], None] = lambda model: None,
+    on_left_out: Callable[[str], None] = lambda model: None,
+) -> list[dict[str, str | int | float]]:  # fmt: skip
+    """A row for the student, then one for each teacher of kind "opd" in order of teacher_index.
 
     Columns: model, precision (the configured one), prompts, and those of ml.fidelity.Fidelity. num_prompts: read by
-    each model at most. on_model(model) is called when a model's turn comes. Raises the errors of `teacher_checks` and
-    `load_model`, ConfigError for no prompts at all and for a folder that is stored in MXFP4, which has no other self
-    to compare with.
+    each model at most. on_model(model) is called when a model's turn comes, on_left_out(model) for each teacher of
+    another kind, which has no MXFP4 self. Raises the errors of `teacher_checks` and `load_model`, ConfigError for no
+    prompts at all and for a folder that is stored in MXFP4, which has no other self to compare with.
     """
     if num_prompts < 1:
         raise ConfigError("--prompts", expected="1 or more", found=str(num_prompts))
     student = resolve_model(config.student.path)
-    vocab_size = teacher_checks(student, {t.id: resolve_model(t.path) for t in config.teachers})
+    vocab_size = teacher_checks(student, config.teachers)
+    for teacher_id in config.teacher_ids:
+        if _kind(config, teacher_id) != "opd":
+            on_left_out(f"teacher {teacher_id}")
     work = ReportWork(_models(config, student, num_prompts), vocab_size, threads=os.cpu_count() or 1)
     folder = Path(config.scratch).absolute() / config.run_id
     path = folder / "work" / "report.json"
@@ -93,7 +97,7 @@ def _models(config: RunConfig, student: Path, num_prompts: int) -> tuple[ReportM
     tokenizer = Tokenizer.load(student)
     student_reads = [tokenizer.render(json.loads(prompt["messages"])) for prompt in order[:num_prompts]]
     models = [_entry("student", student, config.student.precision, student_reads)]
-    for teacher_id in config.teacher_ids:
+    for teacher_id in [i for i in config.teacher_ids if _kind(config, i) == "opd"]:
         teacher = config.teacher(config.teacher_ids.index(teacher_id))
         folder = resolve_model(teacher.path)
         tokenizer = Tokenizer.load(folder)
@@ -101,6 +105,10 @@ def _models(config: RunConfig, student: Path, num_prompts: int) -> tuple[ReportM
         contexts = [teacher_context(teacher, tokenizer, prompt) for prompt in (named or order)[:num_prompts]]
         models.append(_entry(f"teacher {teacher_id}", folder, teacher.precision, contexts))
     return tuple(models)
+
+
+def _kind(config: RunConfig, teacher_id: str) -> str:
+    return config.teacher(config.teacher_ids.index(teacher_id)).kind
 
 
 def _entry(model: str, folder: Path, precision: WeightPrecision, contexts: list[list[int]]) -> ReportModel:

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,8 @@ import torch
 from infra import leases
 from infra.store import ObjectStore
 from infra.stores import open_store
-from ml.checkpoint import load_model
 from ml.device import observed, rank_device
-from ml.model import Transformer
-from ml.teacher import Reading, hidden_states
+from ml.teacher import Reading, Teacher
 from schemas import keys, shards
 from schemas.errors import EXIT_PREEMPTED, ContractError, FormatError
 from schemas.rows import json_lines
@@ -36,6 +33,7 @@ from schemas.work.manifest import PartitionManifest, StoredObject
 from schemas.work.model import ModelSource
 from schemas.work.teach import TeachItem, TeachPartition, TeachWork
 from tasks.ranks.process import Say, own, run_rank, say
+from tasks.teachers import kinds
 
 OBJECT_BYTES = 32 << 20
 
@@ -142,7 +140,7 @@ class Worker:
     def __init__(self, work: TeachWork, say: Say) -> None:
         self.work, self.say = work, say
         self.store = open_store(work.root)
-        self._model: tuple[ModelSource, Transformer] | None = None
+        self._loaded: tuple[ModelSource, Teacher] | None = None
 
     def run(self) -> None:
         """Raises OpdError for the partition that cannot go on; those before it are finished."""
@@ -154,34 +152,30 @@ class Worker:
             leases.finish_with(lease, functools.partial(self._partition, entry))
             self.say(messages.Finished(lease.epoch, entry.partition))
 
-    def _teacher(self, wanted: ModelSource) -> Transformer:
-        if self._model is None or self._model[0] != wanted:
-            self._model = None  # two teachers need not fit side by side
-            model = load_model(
-                Path(wanted.folder), precision=wanted.precision, compute=wanted.compute, device=rank_device(),
-                digest=wanted.digest,
-            )  # fmt: skip
-            self._model = (wanted, model)
-        return self._model[1]
+    def _teacher(self, entry: TeachPartition) -> Teacher:
+        if self._loaded is None or self._loaded[0] != entry.model:
+            self._loaded = None  # two teachers need not fit side by side
+            self._loaded = (entry.model, kinds.of(entry.kind).load(entry.model, rank_device()))
+        return self._loaded[1]
 
     def _partition(self, entry: TeachPartition, lease: leases.Lease) -> dict[str, Any]:
         started = time.monotonic()
         with lease.patience(leases.LONG_SECONDS):
-            model = self._teacher(entry.model)
+            teacher = self._teacher(entry)
         items = sorted(entry.items, key=lambda item: item.trajectory_id)
         columns = {"run_id": self.work.run_id, "iteration": self.work.iteration,
                    "teacher_index": entry.teacher_index, "teacher_id": entry.teacher_id}  # fmt: skip
-        writer = HiddenWriter(self.store, lease, columns, model.config.width, OBJECT_BYTES)
+        writer = HiddenWriter(self.store, lease, columns, teacher.facts.stored_width, OBJECT_BYTES)
         total = sum(item.tokens for item in items)
         done = 0
-        states = hidden_states(model, self._readings(items), batch_tokens=self.work.batch_tokens)
+        states = teacher.hidden_states(self._readings(items), batch_tokens=self.work.batch_tokens)
         for item, hidden_TE in zip(items, states, strict=True):
             lease.progress()
             writer.add(item.trajectory_id, hidden_TE.view(torch.uint16).numpy())
             done += item.tokens
             self.say(messages.Progress(done, total, "tokens", entry.partition))
         stats = {"tokens": total, "seconds": time.monotonic() - started}
-        return to_json(replace(writer.finish(), stats=stats | observed(model.head_weight.device)))
+        return to_json(replace(writer.finish(), stats=stats | observed(teacher.device)))
 
     def _readings(self, items: list[TeachItem]) -> Iterator[Reading]:
         responses = Responses(self.store)

@@ -29,11 +29,12 @@ import torch.distributed as dist
 from infra import leases
 from infra.store import ObjectStore
 from infra.stores import open_store
-from ml.checkpoint import fp8_exact, load_model, read_head, save_model
+from ml.checkpoint import fp8_exact, load_model, save_model
 from ml.device import observed, rank_device, traits
 from ml.linear import COMPUTE_DTYPES
 from ml.model_files import model_digest, read_config
 from ml.ranks import join_ranks, leave_ranks
+from ml.teacher_head import read_teacher_head
 from ml.train.batches import Frame, schedule
 from ml.train.engine import EngineSettings, TrainEngine
 from ml.train.heads import TeacherHeads
@@ -216,8 +217,7 @@ def _train_and_export(
     teachers = {head.teacher_index: head for head in work.teachers}
 
     def read(teacher_index: int) -> torch.Tensor:
-        head = teachers[teacher_index]
-        return read_head(Path(head.folder), digest=head.digest)
+        return read_teacher_head(teachers[teacher_index].source)
 
     patience_seconds = None
     try:

@@ -26,6 +26,7 @@ from tasks.inputs.prompts import read_prompts
 from tasks.inputs.text import Tokenizer
 from tasks.runs.admission import admit
 from tasks.runs.records import History
+from tasks.teachers import kinds
 
 #: on_progress(stage, done, total, unit); total may grow.
 Progress = Callable[[str, int, int, str], None]
@@ -51,6 +52,7 @@ class Session:
     the newest train stage, from which the next iteration's student comes; None before the first. lease: of the run;
     None where nobody else can drive it. life: random name of this life of the run, the same for every driver of it.
     history: the run's records. prompts_checked: every prompt was read once as student and teachers read it.
+    teachers_proved: those that must be loaded once before anything is sampled were.
     """
 
     config: RunConfig
@@ -64,6 +66,7 @@ class Session:
     life: str = "only"
     history: History = field(default_factory=History)
     prompts_checked: bool = False
+    teachers_proved: bool = False
 
     @property
     def run_id(self) -> str:
@@ -106,7 +109,7 @@ class Session:
         found = {"student": model_digests(resolve_model(self.config.student.path))}
         for teacher in self.config.teachers:
             self.moves()
-            found[f"teacher:{teacher.id}"] = model_digests(resolve_model(teacher.path))
+            found[f"teacher:{teacher.id}"] = kinds.of(teacher.kind).digests(resolve_model(teacher.path))
         return found
 
     @property

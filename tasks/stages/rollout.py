@@ -31,6 +31,7 @@ from tasks.runs.session import LOGS, Session
 from tasks.runs.stage import Stage, run_stage
 from tasks.runs.students import Student
 from tasks.stages.prompt_table import commit_prompts
+from tasks.stages.teacher_proof import prove_teachers
 from tasks.workers.pool import Limits, run_workers
 from tasks.workers.suspects import check_given_up
 
@@ -161,7 +162,7 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
     config = session.config
     configured = resolve_model(config.student.path)  # every student of the run has its shapes and its tokenizer
     check_models(configured, config)
-    vocab_size = teacher_checks(configured, {t.id: resolve_model(t.path) for t in config.teachers})
+    vocab_size = teacher_checks(configured, config.teachers)
     prompts, repeated = session.prompts
     if repeated:
         told = ", ".join(f"{number} of {path}" for path, number in repeated.items())
@@ -175,6 +176,7 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
         check_verifiers(scoring, verifier_settings(config.prompts))
         if scoring and no_namespaces():
             session.notes["verifiers run without namespaces, so with the network and your files"] = no_namespaces()
+        prove_teachers(session)
         commit_prompts(session, prompts)  # before an hour of sampling: the first call that needs Java
         size = config.rollout.prompts_per_partition
         return {

@@ -21,6 +21,7 @@ from tasks.inputs.room import teacher_context
 from tasks.runs.finished import StageResult
 from tasks.runs.session import Session
 from tasks.runs.stage import Stage, input_rows, run_stage
+from tasks.teachers.kinds import AnyTeacher
 from tasks.workers.pool import Limits, run_workers
 
 
@@ -63,6 +64,14 @@ def _content(item: TeachItem) -> dict[str, Any]:
     return {name: value for name, value in to_json(item).items() if name != "shard_key"}
 
 
+def teacher_source(session: Session, teacher: AnyTeacher) -> ModelSource:
+    """What a rank loads of a teacher."""
+    return ModelSource(
+        str(resolve_model(teacher.path)), session.model_digests[f"teacher:{teacher.id}"], teacher.precision,
+        compute_dtype(teacher.precision),
+    )  # fmt: skip
+
+
 def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult:
     """Hidden states of every (trajectory, teacher) of an iteration."""
     config = session.config
@@ -71,14 +80,11 @@ def teach(session: Session, iteration: int, rollout: StageResult) -> StageResult
         out: dict[int, TeachPartition] = {}
         for teacher_index, items in sorted(_items(session, rollout).items()):
             teacher = config.teacher(teacher_index)
-            model = ModelSource(
-                str(resolve_model(teacher.path)), session.model_digests[f"teacher:{teacher.id}"], teacher.precision,
-                compute_dtype(teacher.precision),
-            )  # fmt: skip
+            model = teacher_source(session, teacher)
             for first in range(0, len(items), config.teach.trajectories_per_partition):
                 partition = len(out)
                 out[partition] = TeachPartition(
-                    partition, teacher_index, teacher.id, model,
+                    partition, teacher_index, teacher.id, teacher.kind, model,
                     tuple(items[first : first + config.teach.trajectories_per_partition]),
                 )  # fmt: skip
         return out

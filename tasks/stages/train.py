@@ -6,6 +6,7 @@ the newest complete checkpoint of this stage, or from its start.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -15,7 +16,7 @@ from schemas.typed_json import to_json
 from schemas.work.manifest import PartitionManifest, TrainManifest
 from schemas.work.model import ModelSource
 from schemas.work.train import KLSettings, OptimizerSettings, TeacherHead, TrainSettings, TrainWork
-from tasks.inputs.models import resolve_model
+from tasks.inputs.models import teacher_facts
 from tasks.runs.finished import StageResult
 from tasks.runs.session import TRAINING, Session
 from tasks.runs.stage import Stage, input_rows, run_stage
@@ -77,6 +78,12 @@ def train_settings(train: Train) -> TrainSettings:
     )
 
 
+def _head(session: Session, teacher_index: int) -> TeacherHead:
+    teacher = session.config.teacher(teacher_index)
+    digest = session.models[f"teacher:{teacher.id}"].head
+    return TeacherHead(teacher_index, dataclasses.replace(teacher_facts(teacher).head, digest=digest))
+
+
 def train(session: Session, iteration: int, student: Student, inputs: dict[str, StageResult]) -> StageResult:
     """One pass over the plan of an iteration. inputs: the iteration's rollout, teach and dispatch.
 
@@ -106,10 +113,7 @@ def train(session: Session, iteration: int, student: Student, inputs: dict[str, 
             hidden_rows_path=write_rows(
                 folder / "hidden_shards.jsonl", input_rows(session, inputs["teach"], "hidden_shards")
             ),
-            teachers=tuple(
-                TeacherHead(i, str(resolve_model(config.teacher(i).path)), session.models[f"teacher:{teacher_id}"].head)
-                for i, teacher_id in enumerate(config.teacher_ids)
-            ),
+            teachers=tuple(_head(session, i) for i in range(len(config.teachers))),
             vocab_size=session.tokenizer.vocab_size,
             page_tokens=config.rollout.page_tokens,
             threads=config.train.threads or max(1, (os.cpu_count() or 1) // config.train.ranks),

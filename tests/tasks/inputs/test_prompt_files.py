@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas import config, keys
-from schemas.config import PromptFile, RunConfig, Teacher
+from schemas.config import PromptFile, RunConfig
+from schemas.config_teachers import OpdTeacher
 from schemas.errors import ConfigError, FormatError
 from tasks.inputs import prompts
 from tasks.inputs.prompt_files import COLUMNS, file_rows, file_source
@@ -196,7 +197,7 @@ def test_weights_are_numbers_of_fp32(tmp_path, weight):
 def test_weights_multiply_within_fp32(tmp_path):
     file = jsonl(tmp_path, *({"text": f"q{n}", "teachers": [{"teacher_id": "a", "weight": 1e-30}]} for n in range(4)))
     run = run_config(file)
-    light = Teacher.model_validate({"id": "a", "path": "x", "weight": 1e-20})
+    light = OpdTeacher.model_validate({"id": "a", "path": "x", "weight": 1e-20})
     with pytest.raises(ConfigError, match=r"line 1, teachers, a(.|\n)*1e-30 x 1e-20"):
         prompts.load_prompts(run.model_copy(update={"teachers": (light,)}))
 

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from schemas import config
-from schemas.config import PromptFile, Teacher
+from schemas.config import PromptFile
+from schemas.config_teachers import OpdTeacher
 from schemas.errors import ConfigError
 from tasks.inputs.prompt_files import file_rows
 from tasks.inputs.room import Room, teacher_context
@@ -158,7 +159,7 @@ def test_rows_of_both_kinds_of_file_reach_templates_alike(folder, tmp_path):
     for name in ("a.jsonl", "a.parquet"):
         for row in file_rows(PromptFile.model_validate({"path": str(tmp_path / name), "teachers": ("t",)}), ("t",)):
             for template in templates:
-                teacher = Teacher.model_validate({"id": "t", "path": "x", "template": template})
+                teacher = OpdTeacher.model_validate({"id": "t", "path": "x", "template": template})
                 try:
                     text = tokenizer.decode(teacher_context(teacher, tokenizer, row))
                 except ConfigError as error:
@@ -196,7 +197,7 @@ def test_the_prompt_at_fault_is_named(folder, tmp_path):
 
 
 def test_a_chat_template_that_refuses_one_prompt_names_it(folder, tmp_path):
-    for path in folder.glob("*.json"):
+    for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     refuses = "{% if messages[-1].content == 'b' %}{{ raise_exception('no b') }}{% endif %}x"
     (tmp_path / "chat_template.jinja").write_text(refuses)

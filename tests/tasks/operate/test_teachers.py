@@ -19,6 +19,7 @@ from tasks.inputs.models import check_models
 from tasks.inputs.prompts import load_prompts
 from tasks.inputs.text import Tokenizer
 from tests.ml.test_mxfp4_loop import oracle_values
+from tests.support.families import family_model
 from tests.support.random_models import random_model
 from tests.support.tiny import tiny_model
 
@@ -126,6 +127,17 @@ def test_packing_replaces_nothing_but_what_it_made(base, tmp_path, capsys):
     assert main(["teachers", "pack", str(base / "ragged"), "--to", str(tmp_path / "odd")]) == 2
     assert "32 columns" in capsys.readouterr().err
     assert not (tmp_path / "odd").exists()
+
+
+def test_teachers_that_keep_their_own_dtype_are_left_out_of_the_report_by_name(base, tmp_path, capsys):
+    family_model(tmp_path / "phi", "Phi", tokenizer=base / "student")
+    toml = tmp_path / "run.toml"
+    other = f'[[teachers]]\nid = "phi"\nkind = "transformers"\npath = "{tmp_path}/phi"\n'
+    toml.write_text((base / "run.toml").read_text() + other)
+    assert main(["teachers", "report", str(toml), "--json", "--prompts", "2"]) == 0
+    found = capsys.readouterr()
+    assert [json.loads(line)["model"] for line in found.out.splitlines()] == ["student", "teacher told"]
+    assert "left out: teacher phi" in found.err
 
 
 def test_a_report_on_nothing_is_refused(base, capsys):

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from infra import leases
 from infra.store_local import LocalStore
 from infra.stores import open_store
-from ml.model_files import model_digest
+from ml.teacher_head import read_teacher_head
 from schemas import keys, shards
 from schemas.errors import ContractError, FormatError
 from schemas.rows import HIDDEN_SHARDS
@@ -30,6 +30,8 @@ from schemas.typed_json import from_json
 from schemas.work.messages import Message
 from schemas.work.teach import TeachWork
 from tasks.ranks.teach import HiddenWriter, Worker
+from tasks.teachers import kinds
+from tests.support.families import family_model
 from tests.support.tiny import tiny_model
 
 PREFIX = keys.stage_prefix("r", 0, "teach", "a" * 64)
@@ -49,7 +51,9 @@ def token_shard(store, key: str, seed: int) -> tuple[str, list[list[int]]]:
     return keys.digest_bytes(data), [r.tolist() for r in responses]
 
 
-def make_work(root: Path, models: list[Path]) -> tuple[dict[str, Any], dict[str, tuple[list[int], list[int]]]]:
+def make_work(
+    root: Path, models: list[Path], kind: str = "opd"
+) -> tuple[dict[str, Any], dict[str, tuple[list[int], list[int]]]]:
     """Work of two partitions, and trajectory_id -> (context, response)."""
     store = open_store(str(root))
     items, sequences = [], {}
@@ -66,8 +70,10 @@ def make_work(root: Path, models: list[Path]) -> tuple[dict[str, Any], dict[str,
             sequences[trajectory_id] = (context, response)
             first += len(response)
     partitions = [
-        {"partition": index, "teacher_index": index, "teacher_id": f"teacher {index}", "items": items,
-         "model": {"folder": str(model), "digest": model_digest(model), "precision": "bf16", "compute": "bf16"}}
+        {"partition": index, "teacher_index": index, "teacher_id": f"teacher {index}", "kind": kind,
+         "items": items,
+         "model": {"folder": str(model), "digest": kinds.of(kind).digests(model).model, "precision": "bf16",
+                   "compute": "bf16"}}
         for index, model in enumerate(models)
     ]  # fmt: skip
     work = {"root": str(root), "run_id": "r", "iteration": 0, "stage_prefix": PREFIX, "run_epoch": 1,
@@ -132,6 +138,31 @@ def test_states_land_where_the_rows_say(models, tmp_path):
             assert part.shape == want.shape
             torch.testing.assert_close(part.float(), want, rtol=2**-8, atol=1e-5)
             shards.check_block_crcs(part.view(torch.uint16).numpy(), row["block_crcs"], "rows")
+
+
+def test_models_of_transformers_leave_states_that_give_their_own_logits(models, tmp_path):
+    families = ("GPT2", "Phi", "Cohere")
+    folders = [family_model(tmp_path / f, f, tokenizer=models[0], dtype="bfloat16") for f in families]
+    work, sequences = make_work(tmp_path / "data", folders, kind="transformers")
+    done = run_worker(work, tmp_path)
+    assert done.returncode == 0, done.stderr
+    store = open_store(work["root"])
+    for manifest, folder in zip(manifests(work), folders, strict=True):
+        facts = kinds.of("transformers").facts(folder)
+        head_VW = read_teacher_head(facts.head).double()
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        rows = [json.loads(line) for line in store.get(manifest["rows_key"]).splitlines()]
+        assert [r["trajectory_id"] for r in rows] == sorted(sequences)
+        for row in rows:
+            assert row["width"] == facts.stored_width
+            context, response = sequences[row["trajectory_id"]]
+            hidden = load_safetensors(store.get(row["object_key"]))["hidden"]
+            part = hidden[row["first_object_row"] :][: row["rows"]]
+            with torch.no_grad():
+                own_TV = theirs(torch.tensor([context + response])).logits[0, len(context) - 1 : -1].double()
+            # Their logits are rounded to bf16, and another length of the sequence rounds other sums.
+            atol = 2**-6 * float(own_TV.abs().max())
+            torch.testing.assert_close(part.double() @ head_VW.T, own_TV, rtol=2**-7, atol=atol)
 
 
 def test_a_rerun_is_a_no_op_and_another_batching_gives_the_same_bytes(models, tmp_path):

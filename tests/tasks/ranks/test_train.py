@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from infra.leases import finished
 from infra.stores import open_store
-from ml.model_files import model_digest, model_digests
+from ml.model_files import model_digest
 from ml.train.state import load_state
 from schemas.errors import StoreError
 from schemas.rows import CHECKPOINTS, METRICS
+from schemas.typed_json import to_json
 from tasks.ranks.checkpoints import put_file
 from tests.support.tiny import tiny_model
 from tests.support.train_site import (
@@ -28,6 +29,7 @@ from tests.support.train_site import (
     events,
     fetch,
     manifest_of,
+    own_head,
     rows_of,
     settings,
     write_base,
@@ -216,8 +218,7 @@ def test_damage_ends_with_its_own_status_and_an_error_event(base):
 
 
 def test_a_head_or_student_that_was_replaced_is_not_trained_on(base):
-    heads = [{"teacher_index": i, "folder": str(base / "teacher-1"),
-              "digest": model_digests(base / f"teacher-{i}").head} for i in (0, 1)]  # fmt: skip
+    heads = [to_json(own_head(i, base / "teacher-1", digest_of=base / f"teacher-{i}")) for i in (0, 1)]
     other = model_digest(base / "teacher-0")
     for name, options in (("head", {"teachers": heads}), ("student", {"digest": other})):
         work = write_work(base, f"replaced-{name}", **options)

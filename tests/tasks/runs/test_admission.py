@@ -140,6 +140,7 @@ def test_a_setting_that_the_record_does_not_know_is_no_change_at_its_default(sit
         del record["config"]["rollout"]["top_k"]
         del record["config"]["train"]
         del record["config"]["teachers"][0]["weight"]
+        del record["config"]["teachers"][0]["kind"]  # of the time when there was one kind
 
     site.edit_record(1, older)
     site.admit()
@@ -148,13 +149,24 @@ def test_a_setting_that_the_record_does_not_know_is_no_change_at_its_default(sit
     session.history = records.read_history(site.store, "r")
     assert "top_k" not in session.content["rollout"]
     assert "train" not in session.content
-    assert "weight" not in session.content["teachers"][0]
+    assert not {"weight", "kind"} & session.content["teachers"][0].keys()
     site.values["rollout"] = {"top_k": 5}
     with pytest.raises(ContractError, match="top_k: None -> 5"):
         site.admit()
     history = site.admit(1)
     assert history.newest[1].config["rollout"]["top_k"] == 5
     assert "train" not in history.newest[1].config, "what did not change keeps its fingerprint"
+
+
+def test_another_kind_of_teacher_is_a_change(site):
+    site.admit()
+    site.finish(0)
+    site.values["teachers"][0]["kind"] = "opd"
+    site.admit()
+    site.values["teachers"][0]["kind"] = "transformers"
+    with pytest.raises(ContractError, match="'kind': 'transformers'") as raised:
+        site.admit()
+    assert "models.teacher:a" in raised.value.found
 
 
 def test_a_record_that_another_has_just_written_is_not_taken_for_ours(site, monkeypatch):
