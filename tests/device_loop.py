@@ -31,13 +31,14 @@ from infra import leases
 from infra.launch import free_port
 from infra.stores import open_store
 from kernels.testing import relative_error
-from ml.model_files import model_digest, model_digests
+from ml.model_files import model_digest
 from schemas import keys
 from schemas.config import Train
 from schemas.typed_json import to_json
 from tasks.stages.train import train_settings
 from tests.support.random_models import SHAPES, random_model
 from tests.support.tiny import tiny_model
+from tests.support.train_site import own_head
 
 FACTOR = 1.5
 THREADS = 4
@@ -156,6 +157,7 @@ class Loop:
             part = rows[number % 2 :: 2]
             partitions.append({
                 "partition": number, "teacher_index": number // 2, "teacher_id": f"teacher-{number // 2}",
+                "kind": "opd",
                 "model": self.model(self.teachers[number // 2], precision, compute),
                 "items": [
                     {f: r[f] for f in ("trajectory_id", "shard_key", "shard_digest", "first_row", "response_tokens")}
@@ -206,8 +208,7 @@ class Loop:
             "plan_rows_path": str(self.folder / f"{name}-plan.jsonl"),
             "trajectory_rows_path": str(self.folder / f"{name}-trajectories.jsonl"),
             "hidden_rows_path": str(self.folder / f"{name}-hidden.jsonl"),
-            "teachers": [{"teacher_index": i, "folder": str(t), "digest": model_digests(t).head}
-                         for i, t in enumerate(self.teachers)],
+            "teachers": [to_json(own_head(i, t)) for i, t in enumerate(self.teachers)],
             "vocab_size": self.vocab_size,
             "settings": to_json(train_settings(Train.model_validate(train | settings))),
             "scratch": str(self.folder / f"{name}-scratch"),
