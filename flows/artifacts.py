@@ -14,7 +14,7 @@ from tasks.runs.session import current_session
 def _lines(values: dict[str, Any], indent: str = "") -> list[str]:
     lines = []
     for name, value in values.items():
-        if name in ("checkpoint", "kl_by_step"):
+        if name == "checkpoint" or name.endswith("_by_step"):
             continue
         if isinstance(value, dict):
             lines += [f"{indent}- **{name}**", *_lines(value, indent + "  ")]

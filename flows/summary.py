@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.console import Console
@@ -24,19 +24,36 @@ def _number(value: Any, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
-def _kl(stats: dict[str, Any], when: str, teacher: str) -> str:
-    """An iteration of an older record may have had other teachers, or another precision."""
-    return _number(stats.get(f"heldout_kl_{when}", {}).get(teacher))
+def _heldout(stats: dict[str, Any], figure: str, when: str, teacher: str) -> str:
+    """An iteration of an older record may have had another objective, other teachers, or another precision."""
+    return _number(stats.get(f"heldout_{figure}_{when}", {}).get(teacher))
 
 
-def _won_back(stats: dict[str, Any]) -> str:
-    """Training's share of the KL that four bits had added, on the same held-out tokens."""
-    if "heldout_kl_unquantised" not in stats:
+def _won_back(stats: dict[str, Any], figure: str) -> str:
+    """Training's share of what four bits had added to a figure, on the same held-out tokens."""
+    if f"heldout_{figure}_unquantised" not in stats:
         return "-"
-    plain, before, after = (stats[f"heldout_kl_{when}"]["all"] for when in ("unquantised", "before", "after"))
+    plain, before, after = (stats[f"heldout_{figure}_{when}"]["all"] for when in ("unquantised", "before", "after"))
     if plain is None or before <= plain:
         return "-"
     return f"{(before - after) / (before - plain):.0%}"
+
+
+def _add_heldout_rows(
+    row: Callable[[str, Iterable[str]], None], config: RunConfig, figure: str, trained: list[dict[str, Any]]
+) -> None:
+    """Rows of one figure of the objective on held-out prompts."""
+    shown = figure.replace("kl", "KL")
+    for key in ("all", *config.teacher_ids):
+        to = "" if not config.teacher_ids else " to all teachers" if key == "all" else f" to teacher {key}"
+        row(
+            f"held-out {shown}{to}, before -> after",
+            (f"{_heldout(s, figure, 'before', key)} -> {_heldout(s, figure, 'after', key)}" for s in trained),
+        )
+    if config.student.precision == "mxfp4":
+        plain = (_heldout(s, figure, "unquantised", "all") for s in trained)
+        row(f"held-out {shown} before, had the weights bf16 values", plain)
+        row("share of what four bits cost, won back", (_won_back(s, figure) for s in trained))
 
 
 def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) -> Table:
@@ -59,16 +76,8 @@ def _iterations_table(config: RunConfig, results: list[dict[str, StageResult]]) 
     if any(s["given_up"] for s in rolled):
         row("trajectories given up, not trained on", (_number(int(s["given_up"])) for s in rolled))
     row("mean reward, held-out prompts", (_number(s.get("heldout_reward"), 3) for s in rolled))
-    for key in ("all", *config.teacher_ids):
-        name = "all teachers" if key == "all" else f"teacher {key}"
-        row(
-            f"held-out KL to {name}, before -> after",
-            (f"{_kl(s, 'before', key)} -> {_kl(s, 'after', key)}" for s in trained),
-        )
-    if config.student.precision == "mxfp4":
-        plain = (_kl(s, "unquantised", "all") for s in trained)
-        row("held-out KL before, had the weights bf16 values", plain)
-        row("share of what four bits cost, won back", (_won_back(s) for s in trained))
+    for figure in config.train.objective.metrics:
+        _add_heldout_rows(row, config, figure, trained)
     row("teacher head loads a mini-batch", (_number(s["head_loads_per_mini_batch"], 0) for s in trained))
     row("log-prob mismatch in the sampler's precision, mean", (_number(s["mismatch_sampler_mean"], 6) for s in trained))
     row("log-prob mismatch as trained, mean", (_number(s["mismatch_trained_mean"], 6) for s in trained))

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from schemas import objectives
 from schemas.config_teachers import TEACHER_KINDS, AnyTeacher, OpdTeacher, TransformersTeacher
 from schemas.errors import ConfigError
 from schemas.keys import check_run_id
+from schemas.objectives import KLObjective, Objective
 from schemas.root import DataRoot
 from schemas.section import Decay, NotNegative, Positive, Section, Temperature, location, operational
 from schemas.work.model import WeightPrecision
@@ -41,7 +43,7 @@ class GymDataset(Section):
     name: str = Field(description="a data set of reasoning-gym")
     domain: str = Field("", description="domain of the rows in tables and reports; empty: the name of the data set")
     size: int = Field(gt=0, description="entries to generate; equal ones count once")
-    teachers: tuple[str, ...] = Field(min_length=1, description="ids of the teachers that teach these prompts")
+    teachers: tuple[str, ...] = Field((), description="ids of the teachers that teach these prompts")
     suffix: str = Field("", description="text appended to each question")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of the generator")
 
@@ -192,15 +194,7 @@ class Train(Section):
     weight_decay: NotNegative = Field(0.0, ge=0, description="decoupled weight decay, a factor of the learning rate")
     gradient_clip: Positive = Field(1.0, gt=0, description="the gradient's global L2 norm is cut to this")
     warmup_steps: int = Field(0, ge=0, description="the learning rate rises linearly over the run's first steps")
-    divergence: Literal["reverse", "forward"] = Field(
-        "reverse", description="reverse: KL(student || teacher); forward: KL(teacher || student)"
-    )
-    temperature: Temperature = Field(
-        1.0, gt=0, description="logits of student and teacher are divided by it in the KL, 1e-30 to 1e30"
-    )
-    kl_precision: Literal["exact", "fp8_gradients", "fp8"] = Field(
-        "exact", description="which products of the KL are FP8: fp8_gradients keeps the loss exact, fp8 does not"
-    )
+    objective: Objective = KLObjective.model_validate({})
     compute: Literal["fp32", "bf16", "fp8"] = Field(
         "bf16", description="dtype of the linears' products; fp8, of an mxfp4 student, leaves all else in bf16"
     )
@@ -210,7 +204,7 @@ class Train(Section):
     ranks: int = operational(1, gt=0, description="training processes, at most dispatch.slots; each takes a GPU")
     threads: int = operational(0, ge=0, description="CPU threads of one rank; 0: cores divided by ranks")
     chunk_bytes: int = operational(
-        0, ge=0, description="logits of one chunk of the KL, in bytes; 0: what suits the kind of device"
+        0, ge=0, description="logits of one chunk of the loss, in bytes; 0: what suits the kind of device"
     )
     recompute_layers: bool = operational(
         True, description="keep only each layer's input and recompute the rest in backward: less memory, a third slower"
@@ -239,6 +233,14 @@ class Train(Section):
     max_attempts: int = operational(
         3, gt=0, description="starts of the ranks in a row that come no further, after which the stage fails"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_objective(cls, values: Any):
+        return objectives.moved(values) if isinstance(values, dict) else values
+
+    def content(self, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return objectives.in_words_of(known, super().content(known), self.objective)
 
 
 class Spark(Section):
@@ -277,7 +279,7 @@ class RunConfig(Section):
         300.0, gt=0, description="a call is tried again for this long when the store does not answer, in seconds"
     )
     student: Student
-    teachers: tuple[AnyTeacher, ...] = Field(min_length=1)
+    teachers: tuple[AnyTeacher, ...] = ()
     prompts: Prompts
     rollout: Rollout = Rollout.model_validate({})
     teach: Teach = Teach.model_validate({})
@@ -298,6 +300,7 @@ class RunConfig(Section):
         repeated = sorted({i for i in ids if ids.count(i) > 1})
         if repeated:
             raise ConfigError("teachers", expected="each id once", found=f"{repeated[0]!r} again")
+        self._check_teachers(ids)
         if self.train.compute == "fp8" and self.student.precision != "mxfp4":
             # FP8 would round other weights, and the trainer would no longer see the sampler's.
             raise ConfigError(
@@ -317,7 +320,18 @@ class RunConfig(Section):
                 "whole trajectories",
                 found=str(self.dispatch.pack_tokens),
             )  # fmt: skip
+        return self
+
+    def _check_teachers(self, ids: list[str]) -> None:
+        objective = self.train.objective
+        by = f"train.objective.type = {objective.type!r}"
+        if bool(ids) != objective.needs_teacher:
+            expected = f"at least one, for {by}" if objective.needs_teacher else f"none, which {by} would not read"
+            raise ConfigError("teachers", expected=expected, found=repr(ids)[:200])
         named = [(f"prompts.datasets, {d.name}, teachers", d.teachers) for d in self.prompts.datasets]
+        for where, teachers in named:
+            if not teachers and objective.needs_teacher:
+                raise ConfigError(where, expected=f"at least one of {sorted(ids)}, for {by}", found="none")
         named += [(f"prompts.files, {f.path}, teachers", f.teachers) for f in self.prompts.files]
         for where, teachers in named:
             for teacher_id in teachers:
@@ -325,7 +339,6 @@ class RunConfig(Section):
                     raise ConfigError(
                         where, expected=f"one of {sorted(ids)}", found=repr(teacher_id) + nearest(teacher_id, ids)
                     )
-        return self
 
     @property
     def teacher_ids(self) -> tuple[str, ...]:

@@ -22,25 +22,25 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class KLSettings:
-    """chunk_bytes: bound on the logits of one chunk; 0: by kind of device. precision: of the KL's own products."""
+class ObjectiveChoice:
+    """type: a name of ml.train.objectives. settings: the fields of that objective, which it reads itself."""
 
-    divergence: Literal["reverse", "forward"]
-    temperature: float
-    precision: Literal["exact", "fp8_gradients", "fp8"]
-    chunk_bytes: int
+    type: str
+    settings: dict[str, str | int | float | bool | None]
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """The part of the work that the section [train] of the configuration says.
 
-    loader_bytes: shared memory of a node's loader. save_every_steps, save_every_seconds: between checkpoints in the
+    chunk_bytes: bound on the logits of one chunk of the loss; 0: by kind of device. loader_bytes: shared memory of a
+    node's loader. save_every_steps, save_every_seconds: between checkpoints in the
     middle of a plan; 0: none for their number, none for time. grace_seconds: from SIGTERM to the end of the ranks.
     """
 
     optimizer: OptimizerSettings
-    kl: KLSettings
+    objective: ObjectiveChoice
+    chunk_bytes: int
     recompute_layers: bool
     loader_bytes: int
     save_every_steps: int

@@ -93,17 +93,17 @@ def check_models(student: Path, config: RunConfig) -> None:
                 "rollout.max_response_tokens", expected=f"less than {positions} positions of {where}",
                 found=str(config.rollout.max_response_tokens),
             )  # fmt: skip
-        if config.train.kl_precision != "exact" and width % FP8_ROWS:
+        if config.train.objective.fp8_products and width % FP8_ROWS:
             raise ConfigError(
-                "train.kl_precision", expected=f"models whose width is a multiple of {FP8_ROWS}, for products in FP8",
-                found=f"width {width} of {where}", next_command='train.kl_precision = "exact"',
+                "train.objective.precision", expected=f"models whose width is a multiple of {FP8_ROWS}, for FP8",
+                found=f"width {width} of {where}", next_command='train.objective.precision = "exact"',
             )  # fmt: skip
     for where, found in facts.items():
-        if config.train.kl_precision == "fp8" and found.head.bias is not None:
+        if config.train.objective.fp8_logits and found.head.bias is not None:
             # Its bias lies in three columns, of which FP8 would keep three bits each.
             raise ConfigError(
-                "train.kl_precision", expected='"exact" or "fp8_gradients" with a teacher whose head has a bias',
-                found=f"'fp8' with {where}", next_command='train.kl_precision = "fp8_gradients"',
+                "train.objective.precision", expected='"exact" or "fp8_gradients" with a teacher whose head has a bias',
+                found=f"'fp8' with {where}", next_command='train.objective.precision = "fp8_gradients"',
             )  # fmt: skip
     _check_tensor_parallel(shape, config.rollout.tensor_parallel)
     _check_loader(config, {where: found.stored_width for where, found in facts.items()})
@@ -137,8 +137,10 @@ def _check_tensor_parallel(shape: ModelConfig, ranks: int) -> None:
 
 def _check_loader(config: RunConfig, teacher_widths: Mapping[str, int]) -> None:
     """Room in shared memory for a wave of full packs and one pack more, all response, of the widest teacher."""
-    where, width = max(teacher_widths.items(), key=lambda item: item[1])
-    needed = (config.train.ranks + 1) * largest_frame_bytes(config.dispatch.pack_tokens, width, len(teacher_widths))
+    where, width = max(teacher_widths.items(), key=lambda item: item[1], default=("no teacher", 0))
+    behaviour = "behaviour_logprobs" in config.train.objective.needs
+    frame_bytes = largest_frame_bytes(config.dispatch.pack_tokens, width, len(teacher_widths), behaviour=behaviour)
+    needed = (config.train.ranks + 1) * frame_bytes
     if config.train.loader_bytes < needed:
         raise ConfigError(
             "train.loader_bytes",

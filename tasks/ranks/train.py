@@ -41,7 +41,7 @@ from ml.train.heads import TeacherHeads
 from ml.train.loader import NodeLoader, RankBatches
 from ml.train.loop import Report, reduce, train
 from ml.train.loss import LossSettings, Student
-from ml.train.objectives.kl import KL
+from ml.train.objectives import make_objective
 from ml.train.objectives.objective import Objective
 from ml.train.state import State, load_state, save_state
 from schemas import keys
@@ -255,8 +255,8 @@ def _long(lease: leases.Lease | None) -> contextlib.AbstractContextManager[None]
 
 def _objectives(work: TrainWork) -> dict[str, Objective]:
     """What the plan's rows may name."""
-    kl = work.settings.kl
-    return {"kl": KL(kl.divergence, kl.temperature, kl.precision)}
+    choice = work.settings.objective
+    return {choice.type: make_objective(choice.type, choice.settings)}
 
 
 def _engine(
@@ -270,7 +270,7 @@ def _engine(
     )  # fmt: skip
     transformer.checkpoint_layers = work.settings.recompute_layers
     loss = LossSettings(
-        vocab_size=work.vocab_size, chunk_bytes=work.settings.kl.chunk_bytes or traits(device).chunk_bytes,
+        vocab_size=work.vocab_size, chunk_bytes=work.settings.chunk_bytes or traits(device).chunk_bytes,
         page_tokens=work.page_tokens,
     )  # fmt: skip
     student = Student(transformer, loss, objectives)

@@ -15,7 +15,7 @@ from schemas.config import Train
 from schemas.typed_json import to_json
 from schemas.work.manifest import PartitionManifest, TrainManifest
 from schemas.work.model import ModelSource
-from schemas.work.train import KLSettings, OptimizerSettings, TeacherHead, TrainSettings, TrainWork
+from schemas.work.train import ObjectiveChoice, OptimizerSettings, TeacherHead, TrainSettings, TrainWork
 from tasks.inputs.models import teacher_facts
 from tasks.runs.finished import StageResult
 from tasks.runs.session import TRAINING, Session
@@ -26,9 +26,10 @@ from tasks.workers.rank_group import run_group
 
 
 def _summary(config, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Numbers that the run prints: held-out KL before and after, by teacher and over all; loads; mismatch.
+    """Numbers that the run prints: each figure of the objective, FIGURE_by_step in training, heldout_FIGURE_before and
+    _after by teacher and over all; loads; mismatch.
 
-    heldout_kl_unquantised: of an MXFP4 student before training, had its linears kept bf16 values.
+    heldout_FIGURE_unquantised: of an MXFP4 student before training, had its linears kept bf16 values.
     """
 
     def values(name: str, teacher_index: int | None = None) -> list[tuple[int, float]]:
@@ -36,15 +37,17 @@ def _summary(config, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return [(r["step"], r["value"]) for r in sorted(found, key=lambda r: r["step"])]
 
     out: dict[str, Any] = {}
-    for when in (*(["unquantised"] if config.student.precision == "mxfp4" else []), "before", "after"):
-        out[f"heldout_kl_{when}"] = {
-            "all": next((v for _, v in values(f"heldout_kl_{when}")), None),
-            **{
-                teacher_id: next((v for _, v in values(f"heldout_kl_{when}", index)), None)
-                for index, teacher_id in enumerate(config.teacher_ids)
-            },
-        }
-    out["kl_by_step"] = [v for _, v in values("kl")]
+    phases = (*(["unquantised"] if config.student.precision == "mxfp4" else []), "before", "after")
+    for figure in config.train.objective.metrics:
+        for name in (f"heldout_{figure}_{when}" for when in phases):
+            out[name] = {
+                "all": next((v for _, v in values(name)), None),
+                **{
+                    teacher_id: next((v for _, v in values(name, index)), None)
+                    for index, teacher_id in enumerate(config.teacher_ids)
+                },
+            }
+        out[f"{figure}_by_step"] = [v for _, v in values(figure)]
     out["head_loads_per_mini_batch"] = max((v for _, v in values("head_loads")), default=0.0)
     for name in ("mismatch_sampler_max", "mismatch_sampler_mean", "mismatch_trained_mean"):
         found = [v for _, v in values(name)]
@@ -64,12 +67,8 @@ def train_settings(train: Train) -> TrainSettings:
             warmup_steps=train.warmup_steps,
             zero_stage=train.zero_stage,
         ),
-        kl=KLSettings(
-            divergence=train.divergence,
-            temperature=train.temperature,
-            precision=train.kl_precision,
-            chunk_bytes=train.chunk_bytes,
-        ),
+        objective=ObjectiveChoice(train.objective.type, train.objective.model_dump(exclude={"type"})),
+        chunk_bytes=train.chunk_bytes,
         recompute_layers=train.recompute_layers,
         loader_bytes=train.loader_bytes,
         save_every_steps=train.save_every_steps,

@@ -106,8 +106,8 @@ MODELS = [
          lambda s: (s.tensors("student/model.safetensors", lambda t: t["model.norm.weight"].fill_(float("nan"))),None)),
     case("teacher of an unknown architecture", ConfigError, ("second/config.json", "'gpt2'"),
          lambda s: s.edit("second/config.json", model_type="gpt2")),
-    case("width that FP8 does not multiply", ConfigError, ("train.kl_precision", "width 40 of teachers, second"),
-         lambda s: (tiny_model(s.folder / "second", width=40), s.set("train.kl_precision=fp8"))),
+    case("width that FP8 does not multiply", ConfigError, ("train.objective.precision", "width 40 of teachers, second"),
+         lambda s: (tiny_model(s.folder / "second", width=40), s.set("train.objective.precision=fp8"))),
     case("unknown architecture", ConfigError, "'gpt2'",
          lambda s: (s.edit("student/config.json", model_type="gpt2"),None)),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 
 from schemas import config
 from schemas.errors import ConfigError, OpdError
+from tests.support.policy_gradient import PolicyGradientSettings
 
 MINIMAL = {
     "run_id": "night-1",
@@ -74,7 +75,7 @@ def test_a_teacher_is_ours_unless_it_names_another_kind():
         ("train.learning_rate", float("nan"), "finite"),
         ("rollout.temperature", 1e-39, "a temperature from 1e-30"),
         ("rollout.temperature", 1e-31, "a temperature from 1e-30"),
-        ("train.temperature", 1e39, "a temperature from 1e-30"),
+        ("train.objective.temperature", 1e39, "a temperature from 1e-30"),
         ("rollout.top_p", 1e-40, "fp32"),
         ("train.learning_rate", 1e-40, "fp32"),
         ("train.learning_rate", 1e39, "fp32"),
@@ -107,6 +108,41 @@ def test_operational_settings_do_not_change_content():
     other = config.parse(with_change("rollout.workers", 7) | {"data": "elsewhere", "iterations": 9})
     assert run.content() == other.content()
     assert run.content() != config.parse(with_change("rollout.temperature", 0.5)).content()
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new"),
+    [
+        ("divergence", "forward", "divergence"),
+        ("temperature", 2.0, "temperature"),
+        ("kl_precision", "fp8", "precision"),
+    ],
+)
+def test_kl_settings_of_the_section_train_mean_what_they_did(old, value, new):
+    run = config.parse(with_change(f"train.{old}", value))
+    assert run == config.parse(with_change(f"train.objective.{new}", value))
+    assert run.train.objective.type == "kl"
+    values = with_change(f"train.{old}", value)
+    values["train"]["objective"] = {new: value}
+    with pytest.raises(ConfigError, match=f"train.objective.{new} in its place"):
+        config.parse(values)
+
+
+def test_an_objective_has_the_teachers_that_it_needs():
+    for change in ({"teachers": []}, {"prompts": {"datasets": [{"name": "chain_sum", "size": 9}]}}):
+        with pytest.raises(ConfigError, match="teachers"):
+            config.parse(copy.deepcopy(MINIMAL) | change)
+
+    class Train(config.Train):
+        objective: PolicyGradientSettings = PolicyGradientSettings.model_validate({})
+
+    class RunConfig(config.RunConfig):
+        train: Train = Train.model_validate({})
+
+    alone = {"teachers": [], "prompts": {"datasets": [{"name": "chain_sum", "size": 9}]}}
+    assert RunConfig.model_validate(copy.deepcopy(MINIMAL) | alone).teacher_ids == ()
+    with pytest.raises(ConfigError, match="none, which"):
+        RunConfig.model_validate(copy.deepcopy(MINIMAL))
 
 
 def test_load_reads_toml_with_a_bom_and_overrides(tmp_path):

@@ -28,6 +28,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     hints = get_type_hints(kind)
     known = {float: FINITE, dict[str, Any]: OPEN, list[dict[str, Any]]: st.lists(OPEN, max_size=2)}
     known[dict[str, str | int | float]] = st.dictionaries(st.text(max_size=4), st.integers() | FINITE, max_size=2)
+    scalars = st.text(max_size=4) | st.integers() | FINITE | st.booleans() | st.none()
+    known[dict[str, str | int | float | bool | None]] = st.dictionaries(st.text(max_size=4), scalars, max_size=2)
     chosen = {}
     for field in fields(kind):
         hint = hints[field.name]

@@ -169,6 +169,30 @@ def test_another_kind_of_teacher_is_a_change(site):
     assert "models.teacher:a" in raised.value.found
 
 
+def test_a_record_of_before_objectives_goes_on_in_its_own_words(site):
+    site.admit()
+    site.finish(0)
+
+    def older(record: dict[str, Any]) -> None:
+        train = record["config"]["train"]
+        del train["objective"]
+        train |= {"divergence": "reverse", "temperature": 1.0}  # older still: without kl_precision
+
+    site.edit_record(1, older)
+    old = site.admit().newest[1].config["train"]
+    session = site.session
+    assert session is not None
+    session.history = records.read_history(site.store, "r")
+    assert session.content["train"] == old, "the fingerprint of training stays"
+    site.values["train"] = {"divergence": "reverse"}
+    site.admit()
+    for values in ({"kl_precision": "fp8"}, {"objective": {"precision": "fp8"}}):
+        site.values["train"] = values
+        with pytest.raises(ContractError, match=r"config\.train\.kl_precision: None -> 'fp8'"):
+            site.admit()
+    assert "objective" not in site.admit(1).newest[1].config["train"]
+
+
 def test_a_record_that_another_has_just_written_is_not_taken_for_ours(site, monkeypatch):
     site.admit()
     site.finish(0)
