@@ -131,9 +131,11 @@ PLAN = _table(
     Column("offset", "int", "first token of the trajectory inside the pack"),
     Column("length", "int", "prompt and response tokens"),
     Column("trajectory_id", "string", ""),
-    Column("teacher_index", "int", ""),
-    Column("weight", "double", "manifest weight x prompt weight"),
+    Column("teacher_index", "int", "whose hidden states it is trained on; null without a teacher", nullable=True),
+    Column("weight", "double", "manifest weight x prompt weight; 1 without a teacher"),
     Column("denominator_tokens", "bigint", "sampled tokens of the step over all slots, each counted once"),
+    Column("objective", "string", "what it is trained for; null: kl", nullable=True, since=2),
+    Column("advantage", "double", "of the trajectory in its group; null where not needed", nullable=True, since=2),
 )  # fmt: skip
 
 CHECKPOINTS = _table(

@@ -138,12 +138,17 @@ def check_steps(iteration: int, plan: list[dict[str, Any]], checkpoints: list[di
 def check_plan(
     plan: list[dict[str, Any]], trajectories: dict[str, dict[str, Any]], hidden: list[dict[str, Any]]
 ) -> list[Check]:
-    """Of an iteration whose dispatch stage has finished."""
+    """Of an iteration whose dispatch stage has finished. trajectories: by trajectory_id."""
     times = Counter((r["iteration"], r["trajectory_id"], r["teacher_index"]) for r in plan)
     wanted = {(r["iteration"], r["trajectory_id"], r["teacher_index"]) for r in hidden}
+    taught = {key for key in times if key[2] is not None}
+    missing: set[tuple[int, str, int | None]] = wanted - taught
+    if len(taught) < len(times):  # no teacher is needed: hidden states do not say which trajectories belong in it
+        finished = {(r["iteration"], i, None) for i, r in trajectories.items() if r["status"] == "finished"}
+        missing |= finished - set(times)
     exactly_once = [f"{k}: in {n} packs" for k, n in times.items() if n != 1]
-    exactly_once += [f"{k}: in no pack" for k in sorted(wanted - set(times))]
-    exactly_once += [f"{k}: planned, but without hidden states" for k in sorted(set(times) - wanted)]
+    exactly_once += [f"{k}: in no pack" for k in sorted(missing, key=str)]
+    exactly_once += [f"{k}: planned, but without hidden states" for k in sorted(taught - wanted)]
     packs: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     denominators: dict[tuple, set[int]] = defaultdict(set)
     members: dict[tuple, set[str]] = defaultdict(set)

@@ -22,7 +22,7 @@ _DEAD_AFTER_SECONDS = 30.0
 
 def dispatch(session: Session, iteration: int, rollout: StageResult, teach: StageResult) -> StageResult:
     """Shuffle and pack an iteration. Raises ContractError when trajectories and hidden states do not match."""
-    config = session.config
+    config, objective = session.config, session.config.train.objective
 
     def partitions() -> dict[int, Any]:
         return {0: None}
@@ -42,6 +42,7 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
             iteration=iteration,
             versions=versions,
             seed=config.seed,
+            objective=objective.model_dump(),
             teachers=[
                 {"teacher_id": t.id, "weight": t.weight} for t in map(config.teacher, range(len(config.teachers)))
             ],
@@ -79,6 +80,8 @@ def dispatch(session: Session, iteration: int, rollout: StageResult, teach: Stag
             "seed": session.content.get("seed", 0),
             "dispatch": session.content.get("dispatch", {}),
             "weights": {t.id: t.weight for t in config.teachers},
+            # Of KL, whose rows do not name it, nothing but teachers and their weights shapes the plan.
+            **({} if objective.name_in_plan is None else {"objective": objective.content()}),
         },
         inputs={"rollout": rollout.output_digest, "teach": teach.output_digest},
         partitions=partitions,

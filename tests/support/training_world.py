@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ class Trajectory:
     mask: np.ndarray
     logged: np.ndarray
     hidden: dict[int, np.ndarray]  # teacher_index -> bf16 as uint16, [response, E]
+
+    @property
+    def behaviour(self) -> np.ndarray:
+        """Log-probabilities of the distribution that was sampled from, which are not the raw ones."""
+        return np.float32(0.5) * self.logged
 
     @property
     def length(self) -> int:
@@ -87,7 +93,7 @@ def world_of(trajectories: dict[str, Trajectory]) -> World:
             "prompt_ids": ("I32", np.concatenate([t.prompt for t in parts])),
             "response_ids": ("I32", np.concatenate([t.response for t in parts])),
             "logprobs_raw": ("F32", np.concatenate([t.logged for t in parts])),
-            "logprobs_sampled": ("F32", np.concatenate([t.logged for t in parts])),
+            "logprobs_sampled": ("F32", np.concatenate([t.behaviour for t in parts])),
             "sampled_mask": ("U8", np.concatenate([t.mask for t in parts])),
         }
     )
@@ -126,7 +132,11 @@ def world_of(trajectories: dict[str, Trajectory]) -> World:
 
 
 def plan_rows(
-    world: World, steps: list[list[list[tuple[str, int, float]]]], *, slots: int, split: str = "train"
+    world: World,
+    steps: Sequence[Sequence[Sequence[tuple[str, int | None, float]]]],
+    *,
+    slots: int,
+    split: str = "train",
 ) -> list[dict[str, Any]]:
     """PLAN rows. steps[i][pack] lists (trajectory_id, teacher_index, weight) in order; pack p -> slot p mod slots."""
     rows = []

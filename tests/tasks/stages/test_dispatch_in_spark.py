@@ -142,7 +142,8 @@ def append_all(spark: SparkSession, root: str, contents: Iterable[dict[str, list
 
 def arguments(root: str, run_id: str, **changes: Any) -> dict[str, Any]:
     return {
-        "root": root, "run_id": run_id, "iteration": 0, "seed": 7, "teachers": TEACHERS,
+        "root": root, "run_id": run_id, "iteration": 0, "seed": 7, "objective": {"type": "kl"},
+        "teachers": TEACHERS,
         "mini_batch_trajectories": 16, "pack_tokens": 128, "slots": 3,
         "versions": {t: tables.table_version(root, t) for t in ("prompts", "trajectories", "hidden_shards")},
         "out_key": f"test/{run_id}/plan.jsonl", **changes,
