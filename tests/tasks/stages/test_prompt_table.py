@@ -37,16 +37,16 @@ def rows_of(store: ObjectStore) -> list[dict]:
 
 def test_a_second_run_adds_what_is_new_and_takes_the_rest_as_it_is(store):
     first = prompt_entries(store, file("a.jsonl", 1, 2, 3))
-    assert [entry["num_rows"] for entry in first] == [3]
+    assert [entry.num_rows for entry in first] == [3]
     assert prompt_entries(store, file("a.jsonl", 1, 2, 3)) == first
     assert prompt_entries(store, file("copy of a.jsonl", 3, 2)) == first, "one object: what is needed of it is in it"
     both = prompt_entries(store, file("a.jsonl", 2) + file("b.jsonl", 3, 4, 5))
-    assert [entry["num_rows"] for entry in both] == [3, 2]
+    assert [entry.num_rows for entry in both] == [3, 2]
     assert Counter(row["prompt_id"] for row in rows_of(store)) == {prompt(n, "")["prompt_id"]: 1 for n in range(1, 6)}
     for entry in both:
-        (key,) = entry["row_keys"]
-        assert {row["source"] for row in read_jsonl(store, PROMPTS, key)} == {entry["slice"]["source"]}
-    assert sorted(entry["slice"]["source"].split(".")[0] for entry in both) == ["a", "b"]
+        (key,) = entry.row_keys
+        assert {row["source"] for row in read_jsonl(store, PROMPTS, key)} == {entry.slice["source"]}
+    assert sorted(entry.slice["source"].split(".")[0] for entry in both) == ["a", "b"]
 
 
 def test_runs_that_add_at_once_hold_each_prompt_once(store):
@@ -59,7 +59,7 @@ def test_runs_that_add_at_once_hold_each_prompt_once(store):
         try:
             for _ in range(2):
                 entries = prompt_entries(store, file(f"{number}.jsonl", *numbers))
-                assert sum(entry["num_rows"] for entry in entries) >= len(numbers)
+                assert sum(entry.num_rows for entry in entries) >= len(numbers)
         except Exception as error:
             failed.append(error)
 
@@ -76,7 +76,7 @@ def test_a_damaged_object_comes_back_or_is_named(tmp_path):
     store = open_store(str(tmp_path))
     ours, theirs = file("a.jsonl", 1, 2), file("b.jsonl", 3, 4)
     (first,) = prompt_entries(store, ours)
-    (key,) = first["row_keys"]
+    (key,) = first.row_keys
     whole = store.get(key)
     store.put(key, whole[:40])
     assert prompt_entries(store, ours) == [first]
@@ -99,7 +99,7 @@ def test_rows_of_version_0_1_stay_as_they_are(tmp_path):
     assert keys.is_prompt_id_of(old)
     assert not keys.is_prompt_id_of(old | {"answer": "5"})
     (entry,) = prompt_entries(store, file("a.jsonl", 1, 2))
-    assert entry["num_rows"] == 2, "the same prompt under its new id"
+    assert entry.num_rows == 2, "the same prompt under its new id"
 
 
 @pytest.mark.spark
@@ -108,9 +108,7 @@ def test_a_join_finds_one_row_a_prompt(spark, tmp_path):
     store = open_store(root)
     for run in (file("a.jsonl", 1, 2, 3), file("b'` é.jsonl", 3, 4), file("a.jsonl", 1, 2, 3)):
         for entry in prompt_entries(store, run):
-            tables.commit_slice(
-                spark, root, "prompts", entry["slice"], entry["row_keys"], entry["num_rows"], entry["digest"]
-            )
-            assert len(tables.read_rows(root, "prompts", entry["slice"])) == entry["num_rows"]
+            tables.commit_slice(spark, root, "prompts", entry.slice, entry.row_keys, entry.num_rows, entry.digest)
+            assert len(tables.read_rows(root, "prompts", entry.slice)) == entry.num_rows
     found = Counter(row["prompt_id"] for row in tables.read_rows(root, "prompts", {}))
     assert found == {prompt(n, "")["prompt_id"]: 1 for n in range(1, 5)}
