@@ -166,7 +166,7 @@ def _upgrade(spark: SparkSession, root: str, table: Table) -> None:
 
 
 def commit_slice(
-    spark: SparkSession, root: str, table: str, slice: dict[str, Any], row_keys: list[str], num_rows: int,
+    spark: SparkSession, root: str, table: str, slice: dict[str, Any], row_keys: Sequence[str], num_rows: int,
     content_digest: str, run_lease: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Make the rows of the objects `row_keys` (JSONL under root) the whole of one slice, and read it back.

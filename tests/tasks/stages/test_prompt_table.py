@@ -46,7 +46,7 @@ def test_a_second_run_adds_what_is_new_and_takes_the_rest_as_it_is(store):
     for entry in both:
         (key,) = entry.row_keys
         assert {row["source"] for row in read_jsonl(store, PROMPTS, key)} == {entry.slice["source"]}
-    assert sorted(entry.slice["source"].split(".")[0] for entry in both) == ["a", "b"]
+    assert sorted(str(entry.slice["source"]).split(".")[0] for entry in both) == ["a", "b"]
 
 
 def test_runs_that_add_at_once_hold_each_prompt_once(store):
