@@ -144,6 +144,14 @@ def rollout_work(
     )
 
 
+def _cut(groups: list[list[RolloutRequest]], size: int) -> dict[int, RolloutPartition]:
+    """Partitions of `size` whole groups, the last one of what is left."""
+    return {
+        index: RolloutPartition(index, tuple(r for group in groups[first : first + size] for r in group))
+        for index, first in enumerate(range(0, len(groups), size))
+    }
+
+
 def _limits(config: RunConfig) -> Limits:
     return Limits(
         max_attempts=config.rollout.max_attempts,
@@ -178,11 +186,7 @@ def rollout(session: Session, iteration: int, student: Student) -> StageResult:
             session.notes["verifiers run without namespaces, so with the network and your files"] = no_namespaces()
         prove_teachers(session)
         commit_prompts(session, prompts)  # before an hour of sampling: the first call that needs Java
-        size = config.rollout.prompts_per_partition
-        return {
-            index: RolloutPartition(index, tuple(r for group in groups[first : first + size] for r in group))
-            for index, first in enumerate(range(0, len(groups), size))
-        }
+        return _cut(groups, config.rollout.prompts_per_partition)
 
     def execute(prefix: str, todo: dict[int, RolloutPartition]) -> None:
         workers = min(config.rollout.workers, len(todo))
