@@ -168,6 +168,7 @@ def _walk(
     return weight_MB, acc_MC, max_M, sum_M, total_MC, total_max_M, total_sum_M
 
 
+# Long: the rings of keys and values, their barriers and layouts are made and used in one scope.
 # Neither number is worth a kernel of its own.
 @gluon.jit(do_not_specialize=["sequences", "table_width"])
 def _prefill(
