@@ -90,6 +90,8 @@ def _sql(arguments: argparse.Namespace) -> int:
     with SparkChild(arguments.data, Spark().model_dump(), log) as spark:
         answer = spark.call(query, text=arguments.query, limit=arguments.limit)
     summary.print_rows(answer["columns"], answer["rows"], as_json=arguments.json)
+    if answer["more"]:
+        print(f"the first {arguments.limit} rows; more are left: --limit N", file=sys.stderr)
     return 0
 
 
@@ -113,6 +115,16 @@ def _verify(arguments: argparse.Namespace) -> int:
     if breaches:
         print(f"next: opd repair {arguments.run_id} --data {arguments.data}")
     return 1 if breaches else 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from tasks.operate.export import export
+
+    done = export(
+        arguments.data, arguments.run_id, arguments.to, iteration=arguments.iteration, dtype=arguments.dtype
+    )  # fmt: skip
+    print(f"{done.folder}: student of iteration {done.iteration}, {done.size_bytes / 1e6:.0f} MB, {done.version}")
+    return 0
 
 
 def _repair(arguments: argparse.Namespace) -> int:
@@ -242,5 +254,5 @@ def _bench(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "run": _run, "config": _config, "rollout": _single, "teach": _single, "dispatch": _single, "train": _single,
     "show": _show, "sql": _sql, "verify": _verify, "doctor": _doctor, "models": _models, "bench": _bench,
-    "teachers": _teachers, "wal": _wal, "upkeep": _upkeep, "repair": _repair, "watch": _watch,
+    "teachers": _teachers, "wal": _wal, "upkeep": _upkeep, "repair": _repair, "export": _export, "watch": _watch,
 }  # fmt: skip

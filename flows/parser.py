@@ -15,7 +15,8 @@ examples:
   opd run night.toml --set train.learning_rate=1e-5  override a setting
   opd train night.toml --iteration 7                 one stage alone, no Prefect server needed
   opd show demo                                      stages, figures and sampled texts of a run
-  opd sql "SELECT domain, avg(reward) FROM opd.trajectories GROUP BY domain"
+  opd export demo --to student                       the trained student as a Hugging Face folder
+  opd sql "SELECT iteration, avg(reward) FROM opd.trajectories GROUP BY iteration"
   opd verify demo                                    recompute every checksum and invariant
   opd repair demo --dry-run                          what of a run's tables and objects is lost, and what would be done
   opd doctor --data s3://bucket/prefix               does the store keep what runs rely on?
@@ -47,6 +48,19 @@ class _CommandLine(argparse.ArgumentParser):
         )  # fmt: skip
 
 
+class _Version(argparse.Action):
+    """Looked up only when it is asked for: it reads the installed packages."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"opd {version('opd')}")
+        parser.exit()
+
+
 def _root(text: str) -> str:
     from schemas.root import DataRoot
 
@@ -62,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         prog="opd", description="On-policy distillation and RL of language models.", epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    whole.add_argument("--version", action=_Version, help="version of opd, and end")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str, detail: str = "") -> argparse.ArgumentParser:
@@ -157,6 +172,16 @@ def _checking(command: _Command) -> None:
     verify = command("verify", "recompute every checksum and invariant of a run", "Exit status 1 on a breach.")
     verify.add_argument("run_id", metavar="RUN")
     _rooted(verify)
+    export = command(
+        "export", "write a trained student as a Hugging Face folder",
+        "With a model card. bf16 (default) holds the values that rollout samples with, and transformers loads it; fp32 "
+        "the trained parameters themselves; mxfp4 packed linears, a quarter of bf16, which opd alone reads.",
+    )  # fmt: skip
+    export.add_argument("run_id", metavar="RUN")
+    export.add_argument("--to", required=True, metavar="FOLDER", help="a folder that does not exist yet")
+    export.add_argument("--iteration", type=int, metavar="K", help="the student that K trained (default: the newest)")
+    export.add_argument("--dtype", choices=("bf16", "fp32", "mxfp4"), default="bf16")
+    _rooted(export)
     repair = command(
         "repair", "make whole again what a run's finished stages have made",
         "Tables that cannot be read are set aside, never deleted, and filled from the objects that manifests name, for "

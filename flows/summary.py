@@ -107,6 +107,7 @@ def print_campaign(
     console.print(f'query     opd sql{option} "{READY_QUERY}"', highlight=False, soft_wrap=True)
     console.print(f"texts     opd show {config.run_id}{option}", highlight=False)
     console.print(f"check     opd verify {config.run_id}{option}", highlight=False)
+    console.print(f"student   opd export {config.run_id}{option} --to FOLDER", highlight=False)
     api = os.environ.get("PREFECT_API_URL")
     ui = (
         api.removesuffix("/").removesuffix("/api")

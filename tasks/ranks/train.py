@@ -41,7 +41,7 @@ from ml.train.heads import TeacherHeads
 from ml.train.loader import NodeLoader, RankBatches
 from ml.train.loop import Report, reduce, train
 from ml.train.loss import LossSettings, Student
-from ml.train.objectives import make_objective
+from ml.train.objectives.kinds import make_objective
 from ml.train.objectives.objective import Objective
 from ml.train.state import State, load_state, save_state
 from schemas import keys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
 import kernels.bench
@@ -13,7 +15,7 @@ from schemas import config
 COMMANDS = (
     "run", "rollout", "teach", "dispatch", "train", "show", "sql", "verify", "doctor", "bench", "models", "teachers",
     "teachers report", "teachers pack", "wal", "wal show", "wal check", "upkeep", "watch",
-    "repair", "config",
+    "repair", "config", "export",
 )  # fmt: skip
 
 
@@ -88,3 +90,20 @@ def test_the_reference_of_settings_is_printed(capsys):
 def test_config_takes_a_file_or_the_reference(capsys, arguments):
     assert cli.main(arguments) == 2
     assert "CONFIG.toml or --reference" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"opd {importlib.metadata.version('opd')}\n"
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_rows_that_are_left_out_are_told(capsys, monkeypatch, more):
+    answer = {"columns": ["n"], "rows": [[1], [2]], "more": more}
+    monkeypatch.setattr("infra.spark.SparkChild.call", lambda *_, **__: answer)
+    assert cli.main(["sql", "SELECT 1", "--limit", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ['{"n": 1}', '{"n": 2}']
+    assert err == ("the first 2 rows; more are left: --limit N\n" if more else "")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ml.train.batches import schedule
-from ml.train.objectives import OBJECTIVES, make_objective
+from ml.train.objectives.kinds import OBJECTIVES, make_objective
 from ml.train.objectives.kl import KL
 from schemas import objectives as variants
 from schemas.errors import ConfigError, ContractError, FormatError
