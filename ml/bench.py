@@ -16,7 +16,7 @@ BENCHES = {
 #: Of ml.rollout.engine_bench_gpu, which only a GPU machine should have to import.
 ROLLOUT_PARTS = (
     "decode", "prefill", "staggered", "log", "mxfp4", "bits", "resume", "partitions", "spill", "million",
-    "sizes",
+    "sizes", "speculation",
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def parts(text: str) -> tuple[str, ...]:
     return names
 
 
-OPTIONS = {"parts": ("rollout", parts, f"on a GPU: of {','.join(ROLLOUT_PARTS)} only these")}
+OPTIONS = {"parts": ("rollout", parts, f"of {','.join(ROLLOUT_PARTS)} only these; without a GPU: speculation")}
 
 if __name__ == "__main__":
     sys.exit(main(None, BENCHES, "python -m ml.bench", OPTIONS))

@@ -30,6 +30,7 @@ class Traits:
     sampler cuts a sequence's keys, in absolute positions; the cuts decide bits.
     prefill_chunk_tokens: prefill rows of one rollout step. steps_in_flight: rollout steps, or passes of a teacher, that
     may run while an older one's result is taken. graphs: whether decode steps are replayed from graphs.
+    guess_tokens: most tokens that a rollout step guesses of one sequence.
     """
 
     backend: str
@@ -43,6 +44,7 @@ class Traits:
     prefill_chunk_tokens: int
     steps_in_flight: int
     graphs: bool
+    guess_tokens: int
 
 
 _CPU = Traits(
@@ -59,6 +61,7 @@ _CPU = Traits(
     prefill_chunk_tokens=256,
     steps_in_flight=0,
     graphs=False,
+    guess_tokens=31,
 )
 _CUDA = Traits(
     backend="cpu:gloo,cuda:nccl",
@@ -74,6 +77,7 @@ _CUDA = Traits(
     prefill_chunk_tokens=8192,
     steps_in_flight=1,
     graphs=True,
+    guess_tokens=15,
 )
 
 

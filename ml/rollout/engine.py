@@ -5,17 +5,20 @@
 A trajectory that makes room for others waits with its KV in host memory.
 On a GPU one step is in flight: while it runs, the one before is collected and logged. A stop token is seen one step
 late; what that step sampled for the finished trajectory is dropped unlogged.
+A step may compute guesses of a trajectory's next tokens beside it (ml.rollout.guesses). Each of their rows is sampled
+by its own position's noise, and the tokens are kept up to the first one that the next guess is not: they are those of
+as many steps without guesses.
 
 Invariant: tokens, both log-probabilities and KV of a trajectory depend on the weights, its prompt, its key and the
-sampling parameters alone: not on other requests, on when it was admitted, on how its prefill was cut, nor on how often
-it was paused, spilled, or rebuilt from the log.
+sampling parameters alone: not on other requests, on when it was admitted, on how its prefill was cut, on what was
+guessed, nor on how often it was paused, spilled, or rebuilt from the log.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,9 +27,10 @@ import torch
 
 from ml.device import traits
 from ml.model import Transformer
+from ml.rollout.guesses import MOST_SEQUENCES, Guesser
 from ml.rollout.runner import Runner, Ticket
 from ml.rollout.sampling import SamplingParams
-from ml.rollout.scheduler import Scheduler
+from ml.rollout.scheduler import Plan, Scheduler
 from ml.rollout.scheduler import Sequence as Scheduled
 from ml.rollout.spill import (
     KvLayout,
@@ -63,6 +67,7 @@ class EngineConfig:
     prefill_chunk_tokens: prefill rows of one step. split_tokens: where attention cuts keys, a multiple or a divisor
     of page_tokens; it is part of what decides the bits. student_digest: names the weights in spills.
     steps_in_flight: steps that may run while an older one is logged. graphs: replay decode steps from CUDA graphs.
+    guess_tokens: most tokens guessed a trajectory and step; 0 guesses none.
     """
 
     max_sequences: int
@@ -73,6 +78,7 @@ class EngineConfig:
     student_digest: str = ""
     steps_in_flight: int = 0
     graphs: bool = False
+    guess_tokens: int = 0
 
     @classmethod
     def on(
@@ -82,7 +88,7 @@ class EngineConfig:
         own = traits(device)
         return cls(
             max_sequences, page_tokens, num_pages, own.prefill_chunk_tokens, own.split_tokens, student_digest,
-            own.steps_in_flight, own.graphs,
+            own.steps_in_flight, own.graphs, own.guess_tokens,
         )  # fmt: skip
 
 
@@ -90,7 +96,9 @@ class EngineConfig:
 class Request:
     """sampling_key: 64 bits. logged_*: response tokens that a log holds already, with their log-probabilities.
 
-    kv: spilled KV of the first positions, from spill.decode_kv.
+    kv: spilled KV of the first positions, from spill.decode_kv. earlier_responses: token ids of other responses to the
+    prompt, of earlier iterations, say, that this one may repeat parts of; they change no result, only how soon it is
+    there. They are read once, when the request is added, and not at all by an engine that does not guess.
     """
 
     trajectory_id: str
@@ -101,6 +109,7 @@ class Request:
     logged_raw: tuple[float, ...] = ()
     logged_sampled: tuple[float, ...] = ()
     kv: SpilledKv | None = None
+    earlier_responses: Iterable[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,9 @@ class RolloutEngine:
             model, max_sequences=config.max_sequences, num_pages=config.num_pages, page_tokens=config.page_tokens,
             split_tokens=config.split_tokens, vocab_size=vocab_size, sampling=sampling, graphs=config.graphs,
         )  # fmt: skip
+        self._guesser: Guesser | None = None
+        if config.guess_tokens:
+            self._guesser = Guesser(config.guess_tokens, ahead=config.steps_in_flight > 0)
         self._open(log)
 
     def begin(self, log: Log) -> None:
@@ -172,6 +184,8 @@ class RolloutEngine:
         self.log = log
         self._scheduler = Scheduler(max_sequences=config.max_sequences, page_tokens=config.page_tokens,
                                     num_pages=config.num_pages, prefill_tokens=config.prefill_chunk_tokens)  # fmt: skip
+        if self._guesser is not None:
+            self._guesser.clear()
         self._in_flight: deque[tuple[int, Ticket]] = deque()
         self._unfinished: dict[str, _Trajectory] = {}
         self._known: dict[str, _Trajectory] = {}
@@ -180,7 +194,8 @@ class RolloutEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request, new or resumed. Raises ContractError when it could never run or is known already."""
-        self._check_request(request)
+        earlier = [list(ids) for ids in request.earlier_responses] if self._guesser is not None else []
+        self._check_request(request, earlier)
         prompt = list(request.prompt_ids)
         digest = prompt_digest(prompt)
         trajectory = _Trajectory(
@@ -203,6 +218,8 @@ class RolloutEngine:
             trajectory.interruptions = Interruptions(prefill_rebuilds=1)
         self._unfinished[request.trajectory_id] = trajectory
         self._scheduler.add(trajectory)
+        if self._guesser is not None:
+            self._guesser.add(trajectory.trajectory_id, digest, trajectory.tokens, len(prompt), earlier)
 
     def has_work(self) -> bool:
         """Whether a request has not been handed out as Finished."""
@@ -211,16 +228,27 @@ class RolloutEngine:
     def step(self) -> list[Finished]:
         """Admit, launch a step of prefill chunks beside decode rows, collect and log the oldest step in flight.
 
+        A step with guesses is collected before anything is planned behind it.
         Returns what became final and durable. The log's commit of a step overlaps the next one. Raises ContractError,
         naming trajectory and position, when the model's logits have no finite maximum, and whatever the log raises.
         """
-        self._admit()
+        if self._in_flight and self._in_flight[-1][1].guessed:
+            self._collect_all()
+        admitted = self._admit()
+        guesser = self._guesser
+        if guesser is not None and guesser.holds_back(_names(self._scheduler.decoding(MOST_SEQUENCES))):
+            self._collect_all()
         plan = self._scheduler.plan()
         for paused in plan.paused:
             trajectory = self._known[paused.sequence.trajectory_id]
             if trajectory.num_kept:
                 trajectory.kv = SpilledKv(*self._runner.read_kv(paused.pages, trajectory.num_kept))
         if plan:
+            if guesser is not None:
+                self._guess(guesser, plan)
+                disturbed = bool(admitted or plan.chunks or plan.paused)
+                num_rows = len(plan.decode) + sum(len(ids) for ids in plan.guessed.values())
+                guesser.launching(num_rows, len(self._in_flight), disturbed=disturbed)
             ticket = self._runner.launch(plan)
             self._in_flight.append((self._scheduler.launched(plan), ticket))
         while len(self._in_flight) > (self.config.steps_in_flight if plan else 0):
@@ -268,10 +296,11 @@ class RolloutEngine:
 
     # --- the parts of a step
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Whether any was."""
         admitted = self._scheduler.admit()
         if not admitted:
-            return
+            return False
         trajectories = [self._known[a.sequence.trajectory_id] for a in admitted]
         for trajectory in trajectories:
             if trajectory.kv is not None:
@@ -280,6 +309,33 @@ class RolloutEngine:
                 trajectory.interruptions += Interruptions(kv_restores=1)
         # Afterwards, since others may take their prompt from what was just restored.
         self._runner.admit(admitted, [t.sampling_key for t in trajectories])
+        return True
+
+    def _guess(self, guesser: Guesser, plan: Plan) -> None:
+        """Add rows for guesses to a step of decode rows alone, all of whose ids are known."""
+        if plan.chunks or self._in_flight:
+            return
+        for sequence, ids in zip(plan.decode, guesser.guesses(_names(plan.decode)), strict=True):
+            if ids:
+                self._scheduler.guess(plan, sequence, ids)
+
+    def _agreeing(self, ticket: Ticket, ids: list[int]) -> list[bool]:
+        """Which rows of a step with guesses gave the tokens that steps without them would have given: of a trajectory
+        the rows up to one whose token is not the guess of the next row, or ends the response."""
+        keep: list[bool] = []
+        for sequence in dict.fromkeys(ticket.sequences):
+            guessed, sampled = ticket.guessed.get(sequence, []), ids[len(keep) :]
+            count = 1
+            while count <= len(guessed) and guessed[count - 1] == sampled[count - 1] not in self.stop_ids:
+                count += 1
+            keep += [True] * count + [False] * (len(guessed) + 1 - count)
+            if guessed:
+                self._scheduler.verified(sequence, count)
+        return keep
+
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._collect()
 
     def _collect(self) -> None:
         """Log the tokens of the oldest step in flight, those of trajectories that have finished since left out."""
@@ -288,21 +344,29 @@ class RolloutEngine:
         self._scheduler.step_ended(number)
         trajectories = [self._known[s.trajectory_id] for s in ticket.sequences]
         columns = collected.ids_R, collected.raw_R, collected.sampled_R
-        if any(t.finish_reason for t in trajectories):
-            going = [not t.finish_reason for t in trajectories]
-            trajectories = [t for t in trajectories if not t.finish_reason]
+        going = [not t.finish_reason for t in trajectories]
+        if ticket.guessed:
+            going = self._agreeing(ticket, collected.ids_R.tolist())
+        if not all(going):
+            trajectories = [t for t, goes in zip(trajectories, going, strict=True) if goes]
             columns = tuple(column[going] for column in columns)
         if not trajectories:
             return
+        firsts = [len(t.raw) for t in trajectories]
+        if ticket.guessed:
+            for row in range(1, len(firsts)):
+                if trajectories[row] is trajectories[row - 1]:
+                    firsts[row] = firsts[row - 1] + 1
         finite = np.isfinite(columns[1]) & np.isfinite(columns[2])
         if not finite.all():
-            broken = trajectories[int(finite.argmin())]
+            row = int(finite.argmin())
+            broken = trajectories[row]
+            position = broken.num_prompt + firsts[row]
             raise ContractError(
-                f"trajectory {broken.trajectory_id}, position {len(broken.tokens)}",
+                f"trajectory {broken.trajectory_id}, position {position}",
                 expected="finite logits", found="NaN or infinity", safe="every token logged so far",
                 next_command="check the student's weights: opd verify",
             )  # fmt: skip
-        firsts = [len(t.raw) for t in trajectories]
         self._unacknowledged.append(
             (self.log.append_step([t.number for t in trajectories], firsts, *columns), trajectories)
         )
@@ -313,6 +377,8 @@ class RolloutEngine:
             if token in self.stop_ids or len(t.tokens) >= t.max_tokens:
                 self._scheduler.finish(t)
                 del self._unfinished[t.trajectory_id]
+                if self._guesser is not None:
+                    self._guesser.remove(t.trajectory_id)
                 self._finish(t)
         self.log.commit()
 
@@ -322,6 +388,8 @@ class RolloutEngine:
             number, ticket = self._in_flight.popleft()
             self._runner.collect(ticket)
             self._scheduler.step_ended(number)
+            for sequence in ticket.guessed:
+                self._scheduler.verified(sequence, 0)
         for t in self._unfinished.values():
             t.num_kept = min(t.num_kept, len(t.tokens))
 
@@ -351,12 +419,12 @@ class RolloutEngine:
 
     # --- what could never run is refused when it is added
 
-    def _check_request(self, request: Request) -> None:
+    def _check_request(self, request: Request, earlier: list[list[int]]) -> None:
         num_prompt, num_logged = len(request.prompt_ids), len(request.logged_ids)
         # The last token of a response is never fed back, so it needs no position and no KV.
         needed = num_prompt + request.max_response_tokens - 1
         ids = (*request.prompt_ids, *request.logged_ids)
-        strange = [i for i in ids if not 0 <= i < self.vocab_size]
+        strange = [i for part in (ids, *earlier) for i in part if not 0 <= i < self.vocab_size]
         positions, slots = self.model.config.max_positions, self.config.num_pages * self.config.page_tokens
         kv_positions = request.kv.positions if request.kv else 0
         rules = (
@@ -381,6 +449,10 @@ class RolloutEngine:
                                     safe="every other request")  # fmt: skip
 
 
+def _names(sequences: Sequence[Scheduled]) -> list[str]:
+    return [s.trajectory_id for s in sequences]
+
+
 def _check_config(model: Transformer, config: EngineConfig, sampling: SamplingParams, vocab_size: int) -> None:
     sizes = (config.max_sequences, config.page_tokens, config.num_pages, config.prefill_chunk_tokens)
     split, page = config.split_tokens, config.page_tokens
@@ -388,6 +460,7 @@ def _check_config(model: Transformer, config: EngineConfig, sampling: SamplingPa
         (all(size > 0 for size in sizes), "positive sizes", str(sizes)),
         (split > 0 and (split % page == 0 or page % split == 0), f"page_tokens that divide {split}, or a multiple",
          str(page)),
+        (config.guess_tokens >= 0, "guess_tokens of at least 0", str(config.guess_tokens)),
         (0 < vocab_size <= model.config.vocab_rows, f"a vocabulary of at most {model.config.vocab_rows} ids",
          str(vocab_size)),
         (sampling.temperature > 0 and math.isfinite(sampling.temperature), "a positive temperature",

@@ -1,5 +1,5 @@
-"""Figures of the rollout engine with its log on, random weights: decode on a CPU; on a GPU everything that
-`engine_bench_gpu` lists.
+"""Figures of the rollout engine with its log on, random weights: decode on a CPU, and what guesses win there; on a GPU
+everything that `engine_bench_gpu` lists.
 
 The check: a trajectory sampled in the batch equals, bit for bit, the same trajectory sampled alone.
 """
@@ -31,12 +31,16 @@ _PEER_TOKENS_PER_S = 134.0
 
 
 def run(quick: bool, parts: Sequence[str] = ()) -> dict[str, Any]:
-    """parts: of a GPU's figures, by name. Raises CheckFailed when company changes a trajectory, ContractError for parts
-    without a GPU."""
+    """parts: of a GPU's figures, by name; a CPU has "speculation" alone. Raises CheckFailed when company or guesses
+    change a trajectory, ContractError for other parts without a GPU."""
     if torch.cuda.is_available():
         from ml.rollout.engine_bench_gpu import run as run_on_gpu
 
         return run_on_gpu(quick, parts)
+    if tuple(parts) == ("speculation",):
+        from ml.rollout.speculation_bench import run_on_cpu
+
+        return run_on_cpu(quick)
     if parts:
         raise ContractError("bench rollout, --parts", expected="a GPU, whose figures have parts", found="a CPU alone")
     batch, prompt, new = (16, 32, 16) if quick else (64, 128, 64)

@@ -28,6 +28,7 @@ from ml.model import Transformer
 from ml.rollout.engine import Finished, Request
 from ml.rollout.engine_bench import Run, random_requests, same
 from ml.rollout.sizes_bench import sizes_figures
+from ml.rollout.speculation_bench import tail_figures
 from ml.rollout.spill import SpilledKv, decode_kv
 
 LLAMA = LLAMA_1B | {"max_position_embeddings": 262144}
@@ -61,6 +62,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "spill": lambda: spill_figures(_llama(), 64, 512) | spill_figures(_llama(), 1, 32768),
     "million": lambda: million_figures(),
     "sizes": sizes_figures,
+    "speculation": lambda: tail_figures(_llama()),
 }
 
 

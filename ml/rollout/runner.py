@@ -49,10 +49,14 @@ _REUSED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Ticket:
-    """A launched step. sequences: of the sampled rows, in the order of its results, int32 [3, R]."""
+    """A launched step. sequences: of the sampled rows, in the order of its results, int32 [3, R].
+
+    guessed: as in its plan; the rows of one sequence follow each other.
+    """
 
     sequences: list[Sequence]
     results: Callable[[], np.ndarray]
+    guessed: dict[Sequence, list[int]]
 
 
 @dataclass(frozen=True)
@@ -88,20 +92,29 @@ class Placed:
 @dataclass(frozen=True)
 class StepRows:
     """Rows of a step. decode int32 [4, D]: ids, or -1 for the last one sampled in the slot, positions, slots, pages;
-    width: of their widest page table. chunks: slot, first position, ids, and whether the last row is sampled."""
+    those of one slot follow each other, in the order of their positions. width: of their widest page table. chunks:
+    slot, first position, ids, and whether the last row is sampled."""
 
     decode_4D: np.ndarray
     width: int
     chunks: list[tuple[int, int, np.ndarray, bool]]
 
     @classmethod
-    def of(cls, plan: Plan) -> StepRows:
+    def of(cls, plan: Plan, page_tokens: int) -> StepRows:
         decode = plan.decode
         rows_4D = np.empty((4, len(decode)), np.int32)
         rows_4D[0] = [s.tokens[s.num_kept] if len(s.tokens) > s.num_kept else -1 for s in decode]
         rows_4D[1] = [s.num_kept for s in decode]
         rows_4D[2] = [s.slot for s in decode]
-        rows_4D[3] = [s.pages[-1] for s in decode]
+        rows_4D[3] = [s.pages[s.num_kept // page_tokens] for s in decode]
+        if plan.guessed:
+            parts = []
+            for row_4, s in zip(rows_4D.T, decode, strict=True):
+                ids = plan.guessed.get(s, [])
+                positions = range(s.num_kept, s.num_kept + 1 + len(ids))
+                pages = [s.pages[position // page_tokens] for position in positions]
+                parts.append([[row_4[0], *ids], positions, [s.slot] * len(positions), pages])
+            rows_4D = np.concatenate([np.array(part, np.int32) for part in parts], 1)
         width = max((len(s.pages) for s in decode), default=0)
         chunks = [
             (c.sequence.slot, c.start, np.array(c.sequence.tokens[c.start : c.start + c.count]), c.samples)
@@ -159,7 +172,9 @@ class Runner:
         """Start the step of `plan`, before it is marked as launched. An id that the host does not know yet, since
         the step that samples it has not been collected, is the last one sampled in the sequence's slot."""
         sequences = plan.decode + [c.sequence for c in plan.chunks if c.samples]
-        return Ticket(sequences, self.run(StepRows.of(plan)))
+        if plan.guessed:
+            sequences = [s for s in sequences for _ in range(1 + len(plan.guessed.get(s, ())))]
+        return Ticket(sequences, self.run(StepRows.of(plan, self.page_tokens)), plan.guessed)
 
     def collect(self, ticket: Ticket) -> Collected:
         """Wait for a launched step; steps are collected in the order of their launches."""
@@ -226,12 +241,16 @@ class Runner:
     def _decode_batch(self, rows: StepRows, *, full: bool) -> _Batch:
         """full: in a size that graphs have."""
         num_rows, width = rows.decode_4D.shape[1], rows.width
-        size = num_rows
+        size, firsts = num_rows, None
         if full:
             size, width = _size_for(num_rows, _DECODE_ROWS), self._full_width(width)
+        else:
+            # Guessed rows share their sequence's keys, which a CPU then reads once.
+            firsts = np.flatnonzero(np.diff(rows.decode_4D[2], prepend=-1))
+            firsts = None if len(firsts) == num_rows else firsts
         rows_4N = np.array([[0], [0], [self.spare_slot], [self.spare_page]], np.int32).repeat(size, 1)
         rows_4N[:, :num_rows] = rows.decode_4D
-        part = functools.partial(self._decode_part, num_rows=size, width=width)
+        part = functools.partial(self._decode_part, num_rows=size, width=width, firsts=firsts)
         return _Batch(("decode", size, width), rows_4N.ravel(), num_rows, part)
 
     def _chunk_batch(self, rows: StepRows, *, full: bool) -> _Batch:
@@ -265,21 +284,27 @@ class Runner:
 
     # --- on the device, without a question to the host
 
-    def _decode_part(self, integers_X: torch.Tensor, *, num_rows: int, width: int) -> _Part:
-        """StepRows.decode_4D. The tables learn the pages."""
+    def _decode_part(self, integers_X: torch.Tensor, *, num_rows: int, width: int, firsts: np.ndarray | None) -> _Part:
+        """StepRows.decode_4D. The tables learn the pages. firsts: the first row of each sequence, where some have
+        several; None: attention takes each row for a sequence of its own."""
         rows_4N = integers_X.view(4, num_rows)
         ids_N, positions_N, slots_N, pages_N = rows_4N.long().unbind(0)
         places_N = slots_N * self.tables.shape[1] + positions_N // self.page_tokens
         self.tables.view(-1).index_copy_(0, places_N, rows_4N[3])
+        slots_S, kv_tokens_S = slots_N, rows_4N[1] + 1
+        cu_rows_S1 = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
+        if firsts is not None:
+            cu_rows_S1 = self._upload(np.append(firsts, num_rows).astype(np.int32))
+            slots_S, kv_tokens_S = slots_N[cu_rows_S1[:-1].long()], kv_tokens_S[cu_rows_S1[1:].long() - 1]
         return _Part(
             ids_N=torch.where(ids_N < 0, self.last_ids[slots_N], ids_N),
             positions_N=positions_N,
             kv_slots_N=pages_N * self.page_tokens + positions_N % self.page_tokens,
             # Not by index_select, which takes up to 16 rows one after the other.
-            table_SP=self.tables[:, :width][slots_N],
-            cu_rows_S1=torch.arange(num_rows + 1, dtype=torch.int32, device=self.device),
-            kv_tokens_S=rows_4N[1] + 1,
-            single_rows=True,
+            table_SP=self.tables[:, :width][slots_S],
+            cu_rows_S1=cu_rows_S1,
+            kv_tokens_S=kv_tokens_S,
+            single_rows=firsts is None,
             last_R=None,
             slots_R=slots_N,
         )
@@ -321,6 +346,7 @@ class Runner:
             self.model.logits(h_ND, self.vocab_size), self.keys[slots_R], positions_N + 1,
             temperature=self.sampling.temperature, top_k=self.sampling.top_k, top_p=self.sampling.top_p,
         )  # fmt: skip
+        # Of rows with guesses it stays open which one is kept here, and the next step knows its ids from the host.
         self.last_ids.index_copy_(0, slots_R, ids_R)
         return torch.stack((ids_R.int(), raw_R.view(torch.int32), sampled_R.view(torch.int32)))
 

@@ -6,7 +6,7 @@ is paused whose KV is least to bring back: its pages go back, and it waits at th
 dropped.
 
 Steps are planned ahead of their results: counts say which tokens will exist once the launched steps have ended, and
-no decision looks at a token.
+no decision looks at a token. Only of a step with guesses they cannot say it, so no step is planned behind it.
 Invariant: a sequence that fits the cache alone finishes, since the oldest one is never paused and can always take every
 page.
 """
@@ -75,12 +75,14 @@ class Paused:
 class Plan:
     """Rows of one step. decode: sequences with one row each, at position num_kept, which is sampled.
 
-    paused: sequences that had to make room for them.
+    paused: sequences that had to make room for them. guessed: ids that are guessed to follow a decode row's, each of
+    which has a row at the next position, which is sampled too.
     """
 
     decode: list[Sequence]
     chunks: list[Chunk]
     paused: list[Paused]
+    guessed: dict[Sequence, list[int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.chunks)
@@ -186,11 +188,43 @@ class Scheduler:
             sequence.pages += pages
         return paused
 
+    def decoding(self, most: int) -> list[Sequence]:
+        """The running sequences when there are at most so many and each lacks one position, else none."""
+        running = list(self.running) if len(self.running) <= most else []
+        return running if all(s.num_tokens - s.num_kept == 1 for s in running) else []
+
+    def guess(self, plan: Plan, sequence: Sequence, ids: list[int]) -> None:
+        """Give a decode row of `plan` rows for guessed ids behind it, as many of them as can be sampled and have pages.
+
+        Pages are taken for them only while every running sequence could still grow by one. All tokens of the sequence
+        are known, and it is planned again only when `verified` said how many of the ids were right.
+        """
+        ids = ids[: max(0, sequence.max_tokens - 1 - sequence.num_tokens)]
+        needed = pages_for(sequence.num_tokens + len(ids), self.page_tokens) - len(sequence.pages)
+        extra = max(0, min(needed, self.pool.num_free - len(self.running)))
+        sequence.pages += self.pool.take(extra) or []
+        ids = ids[: len(sequence.pages) * self.page_tokens - sequence.num_tokens]
+        if ids:
+            plan.guessed[sequence] = ids
+
+    def verified(self, sequence: Sequence, count: int) -> None:
+        """The ended step that had rows for guesses of a sequence gave so many tokens, whose KV is kept up to the last.
+
+        0: what the step gave is dropped. Pages of which nothing is kept go back.
+        """
+        sequence.num_kept += count
+        sequence.num_tokens += count
+        num_pages = pages_for(sequence.num_tokens, self.page_tokens)
+        self.pool.give_back(sequence.pages[num_pages:], self._launched)
+        self.pool.step_ended(self._ended)
+        del sequence.pages[num_pages:]
+
     def launched(self, plan: Plan) -> int:
         """The step of `plan` runs on the device from now on; returns its number."""
         for sequence in plan.decode:
-            sequence.num_kept += 1
-            sequence.num_tokens += 1
+            if sequence not in plan.guessed:
+                sequence.num_kept += 1
+                sequence.num_tokens += 1
         for chunk in plan.chunks:
             chunk.sequence.num_kept = chunk.start + chunk.count
             chunk.sequence.num_tokens += chunk.samples

@@ -98,9 +98,10 @@ class TokenLog:
         return self._numbers[trajectory_id]
 
     def append_step(self, numbers: Ints, first_token_indices: Ints, ids: Ints, raw: Floats, sampled: Floats) -> int:
-        """One sampled token of each of n trajectories: columns [n], copied before the call returns.
+        """n sampled tokens: columns [n], copied before the call returns.
 
-        numbers: as `admit` gave them. first_token_indices: response tokens that stand before the token. ids: int32.
+        numbers: as `admit` gave them; several tokens of one trajectory in their order. first_token_indices: response
+        tokens that stand before the token. ids: int32.
         raw, sampled: float32 log-probabilities. Raises ValueError when the columns differ in length.
         """
         columns = [np.array(column, np.int32) for column in (numbers, first_token_indices, ids)]
