@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from kernels.bench import main
 from kernels.testing import figure
 from ml.bench import BENCHES, OPTIONS, ROLLOUT_PARTS
-from ml.rollout import engine_bench_gpu
+from ml.rollout import engine_bench_gpu, speculation_bench
 from schemas.errors import ContractError
 
 
@@ -28,6 +29,22 @@ def test_an_unknown_part_is_refused_with_those_there_are(capsys):
 def test_parts_need_a_gpu():
     with pytest.raises(ContractError, match="expected: a GPU"):
         main(["rollout", "--parts", "decode"], BENCHES, "bench", OPTIONS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own")
+def test_a_cpu_has_the_part_of_guesses(monkeypatch, capsys):
+    """Of a few tokens; that guesses change no bit is checked in it."""
+    compared = speculation_bench._compared
+
+    def few(model, requests, count):
+        return compared(model, [replace(r, max_response_tokens=6) for r in requests], count)
+
+    monkeypatch.setattr(speculation_bench, "_compared", few)
+    assert main(["rollout", "--parts", "speculation", "--quick", "--json"], BENCHES, "bench", OPTIONS) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    kinds = ("repeating", "other", "plain")
+    assert set(figures) == {f"speculation_{kind}_{count}" for kind in kinds for count in (1, 4)}
+    assert all(entry["holds"] is None and entry["value"] > 0 for entry in figures.values())
 
 
 def test_only_the_chosen_parts_run_and_each_tells_its_figures_at_its_end(monkeypatch, capsys):
