@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,8 @@ def test_guesses_of_any_kind_change_no_bit(model, known):
         {"guess_tokens": 100, "num_pages": 20},
         {"guess_tokens": 31, "max_sequences": 4},
     ):
-        assert sampled(engine(model, **changes), everything) == wanted, changes
+        config: dict[str, Any] = changes
+        assert sampled(engine(model, **config), everything) == wanted, changes
 
 
 def test_interrupted_equals_uninterrupted(model, known):
