@@ -46,12 +46,25 @@ class _Curve:
     memory: int
     count: int = 0
 
-    def note(self, agreed: int, length: int) -> None:
-        """Of a guess of `length` tokens the first `agreed` came, and not the next one."""
+    def weight(self) -> float:
+        """Of one guess more."""
         self.count = min(self.count + 1, self.memory)
-        weight = 1 / (self.count + 1)
-        for j in range(length):
-            self.shares[j] += weight * ((j < agreed) - self.shares[j])
+        return 1 / (self.count + 1)
+
+    def note(self, first: int, end: int, holds: bool, weight: float) -> None:
+        """Whether the first j + 1 tokens of a guess came, for j from `first` to before `end`."""
+        for j in range(first, end):
+            self.shares[j] += weight * (holds - self.shares[j])
+
+
+@dataclass
+class _Pending:
+    """A guess that is compared with the tokens that come, from index `start` on; the first `agreed` are as guessed."""
+
+    ids: list[int]
+    start: int
+    curves: list[tuple[_Curve, float]]
+    agreed: int = 0
 
 
 @dataclass(eq=False)
@@ -66,7 +79,7 @@ class _Text:
     own: list[dict[Gram, int]] = field(default_factory=lambda: [{} for _ in SIZES])
     own_done: int = 0
     curves: dict[int, _Curve] = field(default_factory=dict)
-    pending: tuple[int, list[int], int] | None = None  # kind, guess, number of tokens before it
+    pending: _Pending | None = None
 
 
 @dataclass(eq=False)
@@ -202,25 +215,34 @@ class Guesser:
         if found is None:
             return None
         kind, ids = found
+        curve = self._curve(text, kind)
         if text.pending is None:
-            text.pending = kind, ids, len(text.tokens)
+            text.pending = _Pending(ids, len(text.tokens), [(c, c.weight()) for c in (curve, self._all_curves[kind])])
         shares, least = [], 1.0
-        for share in self._curve(text, kind).shares[: len(ids)]:
+        for share in curve.shares[: len(ids)]:
             least = min(least, share)
             shares.append(least)
         return _Found(ids, shares)
 
     def _compare(self, text: _Text) -> None:
-        if text.pending is None:
+        pending = text.pending
+        if pending is None:
             return
-        kind, ids, start = text.pending
-        come = text.tokens[start : start + len(ids)]
-        agreed = next((j for j, (a, b) in enumerate(zip(ids, come, strict=False)) if a != b), len(come))
-        if agreed == len(come) < len(ids):
-            return  # not known yet
-        for curve in (self._curve(text, kind), self._all_curves[kind]):
-            curve.note(agreed, len(ids))
-        text.pending = None
+        ids, before = pending.ids, pending.agreed
+        come = text.tokens[pending.start + before : pending.start + len(ids)]
+        agreed = before
+        for token in come:
+            if token != ids[agreed]:
+                break
+            agreed += 1
+        differs = agreed - before < len(come)
+        for curve, weight in pending.curves:
+            curve.note(before, agreed, True, weight)
+            if differs:
+                curve.note(agreed, len(ids), False, weight)
+        pending.agreed = agreed
+        if differs or agreed == len(ids):
+            text.pending = None
 
     def _curve(self, text: _Text, kind: int) -> _Curve:
         """Of guesses of a kind in a text; it starts as all texts' together, which counts as two guesses."""
