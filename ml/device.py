@@ -30,7 +30,7 @@ class Traits:
     sampler cuts a sequence's keys, in absolute positions; the cuts decide bits.
     prefill_chunk_tokens: prefill rows of one rollout step. steps_in_flight: rollout steps, or passes of a teacher, that
     may run while an older one's result is taken. graphs: whether decode steps are replayed from graphs.
-    guess_tokens: most tokens that a rollout step guesses of one sequence.
+    guess_tokens: most tokens that it is worth to guess of one sequence, for an engine that guesses.
     """
 
     backend: str

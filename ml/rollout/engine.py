@@ -84,11 +84,11 @@ class EngineConfig:
     def on(
         cls, device: torch.device, *, max_sequences: int, page_tokens: int, num_pages: int, student_digest: str = ""
     ) -> EngineConfig:
-        """With the values that suit a kind of device (ml.device.Traits)."""
+        """With the values that suit a kind of device (ml.device.Traits). Guesses nothing unless told how much."""
         own = traits(device)
         return cls(
             max_sequences, page_tokens, num_pages, own.prefill_chunk_tokens, own.split_tokens, student_digest,
-            own.steps_in_flight, own.graphs, own.guess_tokens,
+            own.steps_in_flight, own.graphs,
         )  # fmt: skip
 
 

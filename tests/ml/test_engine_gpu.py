@@ -54,7 +54,7 @@ def sampled(one: RolloutEngine, everything: list[Request]) -> dict[str, tuple]:
 def plainly(model, everything: list[Request], sampling=PLAIN) -> dict[str, tuple]:
     """One at a time, without graphs and guesses, each step ended before the next."""
     wanted = {}
-    one = engine(model, sampling, graphs=False, steps_in_flight=0, guess_tokens=0)
+    one = engine(model, sampling, graphs=False, steps_in_flight=0)
     for request in everything:
         wanted |= sampled(one, [request])
     return wanted

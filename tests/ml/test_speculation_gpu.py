@@ -10,7 +10,7 @@ import pytest
 from ml.rollout.engine import Request
 from tests.ml.test_engine_gpu import engine, model, plainly, requests, sampled
 from tests.ml.test_speculation import Known
-from tests.rollout_world import Lives, bits
+from tests.support.rollout_world import Lives, bits
 
 __all__ = ["model"]
 
@@ -55,8 +55,7 @@ def test_interrupted_equals_uninterrupted(model, known):
 def test_the_guesser_itself_changes_no_bit_and_saves_rows_of_time(model):
     """A text that an earlier response foretells, long enough for times to be known."""
     prompt = tuple(range(20))
-    plain, guessing = engine(model, guess_tokens=0), engine(model)
-    assert guessing.config.guess_tokens > 0
+    plain, guessing = engine(model), engine(model, guess_tokens=15)
     plain.stop_ids = guessing.stop_ids = frozenset()
     wanted = sampled(plain, [Request("a", prompt, 1, 1500)])["a"]
     first = Request("a", prompt, 1, 1500, earlier_responses=(wanted[1],))
