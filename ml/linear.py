@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from kernels.quant import mxfp4_dequantize, mxfp4_quantize, mxfp4_round, mxfp4_to_fp8
+from kernels.rows import silu_gate
 from kernels.scaled_mm import (
     LARGEST_SCALE,
     Fp8Input,
@@ -27,6 +28,7 @@ from kernels.scaled_mm import (
     fp8_linear,
     fp8_weight,
     join_mxfp4,
+    mxfp4_gate_mm,
     mxfp4_mm,
     pack_mxfp4,
     plain_mm,
@@ -297,6 +299,10 @@ class JoinedLinears:
         """Each linear's [N, O], perhaps columns of one matrix."""
         return _with_biases(row_invariant_mms(x_NI.to(self.weight.dtype), self.weight, self.sizes), self.linears)
 
+    def gated(self, x_NI: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, [N, O], of two linears of one size."""
+        return silu_gate(*self(x_NI))
+
 
 class JoinedPacked:
     """`JoinedLinears` of linears that pack; their codes become views of one weight's."""
@@ -310,12 +316,22 @@ class JoinedPacked:
 
     def __call__(self, x_NI: torch.Tensor) -> Sequence[torch.Tensor]:
         """Each linear's [N, O], columns of one matrix where one product can make them."""
-        if any(linear.packed is not part for linear, part in zip(self.linears, self._parts, strict=True)):
-            self._join([linear.packed for linear in self.linears])
+        self._follow()
         if self._whole is None:
             return [linear(x_NI) for linear in self.linears]
         whole_NO = mxfp4_mm(x_NI.to(self.linears[0].compute), self._whole)
         return _with_biases(whole_NO.split(self.sizes, 1), self.linears)
+
+    def gated(self, x_NI: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, [N, O], of two linears of one size: one product where it can be."""
+        self._follow()
+        if self._whole is None or any(linear.bias is not None for linear in self.linears):
+            return silu_gate(*self(x_NI))
+        return mxfp4_gate_mm(x_NI.to(self.linears[0].compute), self._whole)
+
+    def _follow(self) -> None:
+        if any(linear.packed is not part for linear, part in zip(self.linears, self._parts, strict=True)):
+            self._join([linear.packed for linear in self.linears])
 
     def _join(self, weights: list[Mxfp4Weight | None]) -> None:
         # Weights come one by one, after the model is made, and some may not fit a packed weight.

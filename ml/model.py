@@ -103,8 +103,9 @@ class FeedForward(nn.Module):
         self.joined = join((self.gate_proj, self.up_proj))
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        gate_NI, up_NI = self.joined(x_ND) if self.joined else apart((self.gate_proj, self.up_proj), x_ND)
-        return self.down_proj(silu_gate(gate_NI, up_NI))
+        if self.joined:
+            return self.down_proj(self.joined.gated(x_ND))
+        return self.down_proj(silu_gate(*apart((self.gate_proj, self.up_proj), x_ND)))
 
 
 class Layer(nn.Module):

@@ -35,6 +35,7 @@ __all__ = [
     "fp8_mm",
     "fp8_weight",
     "join_mxfp4",
+    "mxfp4_gate_mm",
     "mxfp4_mm",
     "pack_mxfp4",
     "plain_mm",
@@ -128,6 +129,21 @@ def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight, *, impl: Implementation | 
         from kernels.scaled_mm.reference import mxfp4_mm as product
     else:
         from kernels.scaled_mm.mxfp4 import mxfp4_mm as product
+    return product(x_MK, weight)
+
+
+def mxfp4_gate_mm(x_MK: torch.Tensor, weight: Mxfp4Weight, *, impl: Implementation | None = None) -> torch.Tensor:
+    """silu(gate) * up, bf16 [M, N/2], where [gate | up] = x_MK @ W.T: the bits of `kernels.rows.silu_gate` on the
+    halves of `mxfp4_mm`.
+
+    weight: gate rows, then as many up rows; ContractError for an odd number of rows. impl: as `mxfp4_mm`'s.
+    """
+    if weight.num_rows % 2:
+        raise ContractError("mxfp4_gate_mm", expected="as many gate rows as up rows", found=f"{weight.num_rows} rows")
+    if impl == "reference" or (impl is None and not x_MK.is_cuda):
+        from kernels.scaled_mm.reference import mxfp4_gate_mm as product
+    else:
+        from kernels.scaled_mm.mxfp4 import mxfp4_gate_mm as product
     return product(x_MK, weight)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.quant import fp8_dequantize
+from kernels.rows import silu_gate
 from kernels.scaled_mm.packing import Mxfp4Weight, unpack_mxfp4
 
 
@@ -19,6 +20,11 @@ def dense_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype) -> torc
 def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight) -> torch.Tensor:
     """x @ W.T on the unpacked values, summed in float64."""
     return dense_mm(x_MK, unpack_mxfp4(weight), x_MK.dtype)
+
+
+def mxfp4_gate_mm(x_MK: torch.Tensor, weight: Mxfp4Weight) -> torch.Tensor:
+    """silu(gate) * up of `mxfp4_mm`'s two halves."""
+    return silu_gate(*mxfp4_mm(x_MK, weight).split(weight.num_rows // 2, 1), impl="reference")
 
 
 def fp8_mm(

@@ -13,6 +13,7 @@ from kernels.scaled_mm import (
     fp8_linear,
     fp8_mm,
     fp8_weight,
+    mxfp4_gate_mm,
     mxfp4_mm,
     pack_mxfp4,
     row_invariant_mm,
@@ -60,17 +61,23 @@ def test_packed_weight_holds_every_code(shape):
 
 
 def test_packing_follows_its_description():
-    # One code at (n, k) = (16 * 2 + 5 + 8, 32 + 16 + 2 * 3 + 8 + 1): value p = 3 of an odd column.
-    blocks, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.full((64, 2), 127, dtype=torch.uint8)
-    blocks[45, 63 // 2] = 0b1011 << 4  # column 63: sign, exponent 01, mantissa 1
-    words = pack_mxfp4(blocks, scales).words.flatten()[:512].view(4, 8, 4, 2, 2)
+    # One code at (n, k) = (32 + 8 * 2 + 5, 128 + 32 * 3 + 2 * 1 + 8 * 3 + 1): pair 3, its odd column.
+    blocks, scales = torch.zeros(64, 128, dtype=torch.uint8), torch.full((64, 8), 127, dtype=torch.uint8)
+    blocks[53, 251 // 2] = 0b1011 << 4  # sign, exponent 01, mantissa 1
+    weight = pack_mxfp4(blocks, scales)
+    words = weight.words.view(2, 2, 4, 8, 4, 4)  # tiles of 32 rows, of 128 columns; octet, row, quad, group
     assert words.count_nonzero() == 1
-    assert int(words[2, 5, 3, 1, 1]) & 0xFFFFFFFF == (1 << 15 | 1 << 7 | 1 << 14) << 16
-    # And at (45 - 8, 63): value p = 2, whose exponent and mantissa lie round the word's end.
-    blocks[45, 63 // 2], blocks[37, 63 // 2] = 0, 0b1011 << 4
-    words = pack_mxfp4(blocks, scales).words.flatten()[:512].view(4, 8, 4, 2, 2)
+    assert int(words[1, 1, 2, 5, 1, 3]) & 0xFFFFFFFF == (1 << 15 | 1 << 7 | 1 << 14) << 16
+    # And in pair 2, whose exponent and mantissa lie round the word's end.
+    blocks[53, 251 // 2], blocks[53, 243 // 2] = 0, 0b1011 << 4
+    words = pack_mxfp4(blocks, scales).words.view(2, 2, 4, 8, 4, 4)
     assert words.count_nonzero() == 1
-    assert int(words[2, 5, 3, 1, 1]) == 1 << 19 | 1 << 11 | 1 << 10
+    assert int(words[1, 1, 2, 5, 1, 3]) == 1 << 19 | 1 << 11 | 1 << 10
+    # The scale of a row and 32 columns.
+    scales[53, 7] = 120
+    exponents = pack_mxfp4(blocks, scales).exponents.view(torch.uint8).view(2, 2, 4, 8, 4)
+    assert torch.nonzero(exponents != 253).tolist() == [[1, 1, 2, 5, 3]]
+    assert int(exponents[1, 1, 2, 5, 3]) == 246
 
 
 def test_a_scale_beyond_the_decoder_is_refused():
@@ -89,6 +96,23 @@ def test_mxfp4_reference_is_the_float64_product():
     expected = (x.double() @ decode_mxfp4(blocks, scales).T).bfloat16()
     assert torch.equal(mxfp4_mm(x, pack_mxfp4(blocks, scales)), expected)
     assert mxfp4_mm(x[:0], pack_mxfp4(blocks, scales)).shape == (0, 70)
+
+
+def gated(gate, up):
+    """silu(gate) * up in float64 of what bf16 holds."""
+    gate, up = gate.bfloat16().double(), up.bfloat16().double()
+    return gate * torch.sigmoid(gate) * up
+
+
+def test_gated_mxfp4_reference_is_the_gate_of_the_float64_product():
+    blocks, scales = random_mxfp4(140, 96, low=120)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    y = x.double() @ decode_mxfp4(blocks, scales).T
+    found = mxfp4_gate_mm(x, pack_mxfp4(blocks, scales))
+    assert found.shape == (5, 70)
+    assert error(found, gated(y[:, :70], y[:, 70:])) < 3e-3
+    with pytest.raises(ContractError, match="69 rows"):
+        mxfp4_gate_mm(x, pack_mxfp4(blocks[:69], scales[:69]))
 
 
 def test_triton_product_interpreted(triton_interpreter):
@@ -271,6 +295,29 @@ def test_any_number_of_rows_and_any_program_give_the_same_bits(shape):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(320, 320), (8256, 256), (16384, 1024), (130, 512)])
+def test_a_gated_product_is_the_gate_of_the_product(shape):
+    from kernels.rows import silu_gate
+    from kernels.scaled_mm import mxfp4
+
+    blocks, scales = random_mxfp4(*shape, low=113, high=124, device="cuda")
+    weight, half = pack_mxfp4(blocks, scales), shape[0] // 2
+    x = torch.randn(300, shape[1], device="cuda", dtype=torch.bfloat16)
+    y = mxfp4_mm(x, weight)
+    expected = silu_gate(y[:, :half], y[:, half:])
+    exact = x.double() @ mxfp4.decoded_copy(weight).double().T
+    assert error(expected, gated(exact[:, :half], exact[:, half:])) < 6e-3
+    for rows in (1, 16, 17, 48, 64, 65, 128, 300):
+        assert torch.equal(mxfp4_gate_mm(x[:rows], weight), expected[:rows]), rows
+    if half % 32 == 0:
+        for block in mxfp4._GATED:
+            assert torch.equal(mxfp4.product(x, weight, block), expected), block
+    many = x.repeat(mxfp4.DECODED_COPY_ROWS // 300 + 1, 1)
+    assert torch.equal(mxfp4_gate_mm(many, weight)[-300:], expected)
+    assert mxfp4_gate_mm(x[:0], weight).shape == (0, half)
+
+
+@pytest.mark.gpu
 def test_mxfp4_product_in_a_graph():
     blocks, scales = random_mxfp4(8192, 1024, low=113, device="cuda")
     weight = pack_mxfp4(blocks, scales)
@@ -344,22 +391,28 @@ def test_blocks_take_as_many_rows_as_make_few_waves():
         (16, 1, 2), (64, 1, 2), (128, 2, 1),
     ]  # fmt: skip
     # Few rows of the weight: more blocks rather than tall ones.
-    assert [block_for(64, outputs, 132).rows for outputs in (512, 2048, 4096)] == [16, 16, 32]
-    assert [block_for(256, outputs, 132).rows for outputs in (512, 2048, 4096)] == [16, 64, 128]
+    few = [block_for(64, outputs, 132) for outputs in (512, 2048, 4096)]
+    assert [(b.rows, b.parts) for b in few] == [(16, 1), (32, 1), (32, 2)]
+    assert [block_for(256, outputs, 132).rows for outputs in (512, 2048, 4096)] == [32, 64, 128]
+    assert [block_for(16, outputs, 132).parts for outputs in (2048, 4096, 6144)] == [1, 1, 2]
+    assert all(block_for(rows, 16384, 132, gate=True).gate for rows in (1, 64, 300))
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch without NVRTC")
 def test_blocks_compile_and_fit():
     from kernels.scaled_mm.cuda import compile_source
-    from kernels.scaled_mm.mxfp4 import BLOCKS, SOURCE
+    from kernels.scaled_mm.mxfp4 import _GATED, BLOCKS, SOURCE
 
-    for block in BLOCKS:
+    narrow = {block.for_columns(2) for block in BLOCKS}
+    assert {block.tiles for block in narrow} == {1, 2}
+    for block in {*BLOCKS, *_GATED, *narrow}:
         assert b"mxfp4_mm" in compile_source(SOURCE, tuple(block.defines.items()))
         assert block.resident * (block.shared_bytes + 1024) <= 228 * 1024
         assert block.rows % 16 == 0
         assert block.sets in (2, 4)
-        # Sums of 64 rows of x are staged in a group's words.
-        assert block.slots * block.tiles >= 4
+        # Words are loaded two tiles ahead of those that are multiplied.
+        assert block.slots * block.tiles >= 3
+        assert block.rows % block.staged_rows == 0
     with pytest.raises(RuntimeError, match="ROWS"):
         compile_source(SOURCE, ())
 

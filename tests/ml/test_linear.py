@@ -219,6 +219,24 @@ def test_joined_packed_linears_give_each_ones_bits_and_follow_new_weights():
         agree()
 
 
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_linears_give_the_gate_of_each_ones_product(packs, bias):
+    generator = torch.Generator().manual_seed(4)
+    settings: dict[str, Any] = {"bias": bias, "precision": "fp32", "compute": torch.bfloat16, "dtype": torch.bfloat16}
+    linears = [Linear(96, 64, packs=packs, **settings) for _ in range(2)]
+    with torch.no_grad():
+        for linear in linears:
+            linear.set_weight(torch.randn(64, 96, generator=generator))
+            if linear.bias is not None:
+                torch.nn.init.normal_(linear.bias, generator=generator)
+        joined = join(linears)
+        x_NI = torch.randn(5, 96, generator=generator).bfloat16()
+        gate, up = (linear(x_NI).double() for linear in linears)
+        found = joined.gated(x_NI)
+    torch.testing.assert_close(found.double(), gate * torch.sigmoid(gate) * up, rtol=6e-3, atol=1e-6)
+
+
 def test_packed_linears_that_end_inside_a_tile_are_not_joined():
     settings: dict[str, Any] = {"bias": False, "precision": "fp32", "compute": torch.bfloat16, "dtype": torch.bfloat16}
     linears = [Linear(32, rows, packs=True, **settings) for rows in (40, 64)]
