@@ -29,6 +29,7 @@ import torch
 from kernels.paged_attention import paged_attention
 from kernels.rows import rotate_into_pages
 from kernels.sampling import sample
+from kernels.step_rows import decode_rows, keep_results
 from ml.device import copy_to_host, host_buffer, plain_buffer, to_device, to_host, wait_for
 from ml.model import Rotation, Transformer
 from ml.rollout.pages import pages_for
@@ -42,6 +43,8 @@ _CHUNK_ROWS = (128, 256, 512, 1024, 2048)
 _CHUNKS = (16, 64)
 #: Positions of KV that are copied at once between host and device: the device holds a second copy of these.
 _COPIED_POSITIONS = 4096
+#: Pages, of all layers, that are copied at once from one sequence to another.
+_COPIED_PAGES = 16
 #: Page-locked memory takes 0.6 s a GB to get on an H200's host; but torch keeps what is given back, so pieces of up to
 #: this size are had for nothing after a few.
 _REUSED_BYTES = 64 << 20
@@ -220,8 +223,10 @@ class Runner:
         self.keys.index_copy_(0, slots_A, self._upload(placed.keys_A))
         if len(placed.copies_C2):
             sources, targets = self._upload(placed.copies_C2).unbind(1)
-            for cache_PTGC in (*self.k_LPTGC, *self.v_LPTGC):
-                cache_PTGC.index_copy_(0, targets, cache_PTGC.index_select(0, sources))
+            for cache_LPTGC in (self.k_LPTGC, self.v_LPTGC):
+                # All layers at once, since the host would take longer to launch them one by one than a step takes.
+                for pages in zip(sources.split(_COPIED_PAGES), targets.split(_COPIED_PAGES), strict=True):
+                    cache_LPTGC.index_copy_(1, pages[1], cache_LPTGC.index_select(1, pages[0]))
 
     @torch.no_grad()
     def run(self, rows: StepRows) -> Callable[[], np.ndarray]:
@@ -287,26 +292,26 @@ class Runner:
     def _decode_part(self, integers_X: torch.Tensor, *, num_rows: int, width: int, firsts: np.ndarray | None) -> _Part:
         """StepRows.decode_4D. The tables learn the pages. firsts: the first row of each sequence, where some have
         several; None: attention takes each row for a sequence of its own."""
-        rows_4N = integers_X.view(4, num_rows)
-        ids_N, positions_N, slots_N, pages_N = rows_4N.long().unbind(0)
-        places_N = slots_N * self.tables.shape[1] + positions_N // self.page_tokens
-        self.tables.view(-1).index_copy_(0, places_N, rows_4N[3])
-        slots_S, kv_tokens_S = slots_N, rows_4N[1] + 1
-        cu_rows_S1 = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
+        rows = decode_rows(
+            integers_X.view(4, num_rows), self.tables, self.last_ids, self.keys, page_tokens=self.page_tokens,
+            width=width,
+        )  # fmt: skip
+        table_SP, cu_rows_S1, kv_tokens_S = rows.table_NW, rows.cu_rows_N1, rows.kv_tokens_N
         if firsts is not None:
             cu_rows_S1 = self._upload(np.append(firsts, num_rows).astype(np.int32))
-            slots_S, kv_tokens_S = slots_N[cu_rows_S1[:-1].long()], kv_tokens_S[cu_rows_S1[1:].long() - 1]
+            table_SP, kv_tokens_S = table_SP[cu_rows_S1[:-1].long()], kv_tokens_S[cu_rows_S1[1:].long() - 1]
         return _Part(
-            ids_N=torch.where(ids_N < 0, self.last_ids[slots_N], ids_N),
-            positions_N=positions_N,
-            kv_slots_N=pages_N * self.page_tokens + positions_N % self.page_tokens,
-            # Not by index_select, which takes up to 16 rows one after the other.
-            table_SP=self.tables[:, :width][slots_S],
+            ids_N=rows.ids_N,
+            positions_N=rows.positions_N,
+            kv_slots_N=rows.kv_slots_N,
+            table_SP=table_SP,
             cu_rows_S1=cu_rows_S1,
             kv_tokens_S=kv_tokens_S,
             single_rows=firsts is None,
             last_R=None,
-            slots_R=slots_N,
+            slots_R=rows.slots_N,
+            keys_R=rows.keys_N,
+            next_R=rows.next_positions_N,
         )
 
     def _chunk_part(self, integers_X: torch.Tensor, *, sizes: tuple[int, int, int], width: int) -> _Part:
@@ -326,6 +331,8 @@ class Runner:
             single_rows=False,
             last_R=last_R.long(),
             slots_R=slots_R.long(),
+            keys_R=self.keys[slots_R],
+            next_R=positions_N[last_R] + 1,
         )
 
     def _forward(self, parts: Seq[_Part]) -> torch.Tensor:
@@ -341,14 +348,14 @@ class Runner:
         if len(parts) > 1 or parts[0].last_R is not None:
             offsets = accumulate((len(part.ids_N) for part in parts[:-1]), initial=0)
             last_R = _join([part.last() + offset for part, offset in zip(parts, offsets, strict=True)])
-            h_ND, positions_N = h_ND[last_R], positions_N[last_R]
+            h_ND = h_ND[last_R]
+        keys_R, next_R = _join([part.keys_R for part in parts]), _join([part.next_R for part in parts])
         ids_R, raw_R, sampled_R = sample(
-            self.model.logits(h_ND, self.vocab_size), self.keys[slots_R], positions_N + 1,
+            self.model.logits(h_ND, self.vocab_size), keys_R, next_R,
             temperature=self.sampling.temperature, top_k=self.sampling.top_k, top_p=self.sampling.top_p,
         )  # fmt: skip
         # Of rows with guesses it stays open which one is kept here, and the next step knows its ids from the host.
-        self.last_ids.index_copy_(0, slots_R, ids_R)
-        return torch.stack((ids_R.int(), raw_R.view(torch.int32), sampled_R.view(torch.int32)))
+        return keep_results(ids_R, raw_R, sampled_R, slots_R, self.last_ids)
 
     # --- between host and device
 
@@ -384,8 +391,8 @@ class _Part:
     """Decode rows, or those of the chunks, of a step: one call of attention (kernels.paged_attention), since their
     page tables differ in width.
 
-    int64: ids, positions, places in the cache of the rows; rows to be sampled, None for all; their sequences' slots.
-    The rest is int32.
+    int64: ids, positions, places in the cache of the rows; rows to be sampled, None for all; their sequences' slots and
+    keys, and the positions of what is sampled. The rest is int32.
     """
 
     ids_N: torch.Tensor
@@ -397,6 +404,8 @@ class _Part:
     single_rows: bool
     last_R: torch.Tensor | None
     slots_R: torch.Tensor
+    keys_R: torch.Tensor
+    next_R: torch.Tensor
 
     def last(self) -> torch.Tensor:
         return torch.arange(len(self.ids_N), device=self.ids_N.device) if self.last_R is None else self.last_R
