@@ -67,7 +67,6 @@ def _decode(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
-    ONE_CUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     starts_early(EARLY)
@@ -102,8 +101,8 @@ def _decode(
         max_M = new_max_M
         acc_MC = tl.dot(weight_MB.to(v_BC.dtype), v_BC, acc_MC * decay_M[:, None])
     used_M = m_M < GROUP
-    if ONE_CUT:
-        # What `_merge_cuts` makes of one cut: it multiplies by one and adds zero.
+    if kv_tokens <= SPLIT:
+        # What `_merge_cuts` would make of one cut: it multiplies by one and adds zero.
         o_MC = (acc_MC / sum_M[:, None]).to(o_ptr.dtype.element_ty)
         o_ptrs = o_ptr + first_row.to(tl.int64) * (HEADS * C) + head_M[:, None] * C + channel_C[None, :]
         tl.store(o_ptrs, o_MC, mask=used_M[:, None])
@@ -133,6 +132,8 @@ def _merge_cuts(
     if tl.load(cu_rows_ptr + sequence + 1) - first_row != 1:
         return
     kv_tokens = tl.load(kv_tokens_ptr + sequence)
+    if kv_tokens <= SPLIT:
+        return
     # One head a program: what a cut adds waits for the cut before it.
     head_M = tl.program_id(1) + tl.arange(0, 1)
     channel_C = tl.arange(0, C)
@@ -202,7 +203,6 @@ def paged_attention(
         scale,
         ROWS=DECODE_ROWS,
         STAGES=DECODE_STAGES,
-        ONE_CUT=cuts == 1,
         num_warps=4,
         **launch_early(q_NHC.device),
         **tile,
