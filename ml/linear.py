@@ -32,6 +32,7 @@ from kernels.scaled_mm import (
     mxfp4_mm,
     pack_mxfp4,
     plain_mm,
+    row_invariant_gate_mm,
     row_invariant_mm,
     row_invariant_mms,
     split_mxfp4,
@@ -283,8 +284,11 @@ def _with_biases(columns_NO: Sequence[torch.Tensor], linears: Sequence[Linear]) 
 class JoinedLinears:
     """Linears of one input, for inference, as one product where the device gains by it; the bits of each alone.
 
-    Their weights become views of one matrix, so that names and shapes of parameters stay.
+    Their weights become views of one matrix, so that names and shapes of parameters stay. gates: whether `gated` asks
+    for a way that `self_test` chooses.
     """
+
+    gates = True
 
     @torch.no_grad()
     def __init__(self, linears: Sequence[Linear]) -> None:
@@ -301,11 +305,15 @@ class JoinedLinears:
 
     def gated(self, x_NI: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, [N, O], of two linears of one size."""
-        return silu_gate(*self(x_NI))
+        if any(linear.bias is not None for linear in self.linears):
+            return silu_gate(*self(x_NI))
+        return row_invariant_gate_mm(x_NI.to(self.weight.dtype), self.weight)
 
 
 class JoinedPacked:
     """`JoinedLinears` of linears that pack; their codes become views of one weight's."""
+
+    gates = False
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)

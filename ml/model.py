@@ -251,8 +251,9 @@ class Transformer(nn.Module):
         shapes = {(m.weight.shape[0], m.weight.shape[1]) for m in self.modules() if isinstance(m, Linear)}
         # Of packed weights too, whose decoded copy serves many rows.
         shapes |= {m.joined.shape for m in self.modules() if isinstance(m, Attention | FeedForward) and m.joined}
+        gates = {m.joined.shape for m in self.modules() if isinstance(m, FeedForward) and m.joined and m.joined.gates}
         device = self.head_weight.device
-        self_test(sorted(shapes), device=device)
+        self_test(shapes, gates=gates, device=device)
         self_test([(self.group.share(self.config.vocab_rows), self.config.width)], dtype=torch.float32, device=device)
 
 

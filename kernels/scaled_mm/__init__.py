@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from kernels.quant import fp8_quantize_both, fp8_quantize_rows, fp8_quantize_tiles, mxfp4_to_fp8
+from kernels.rows import silu_gate
 from kernels.scaled_mm.packing import LARGEST_SCALE, Mxfp4Weight, join_mxfp4, pack_mxfp4, split_mxfp4
 from schemas.errors import ContractError
 
@@ -39,6 +40,7 @@ __all__ = [
     "mxfp4_mm",
     "pack_mxfp4",
     "plain_mm",
+    "row_invariant_gate_mm",
     "row_invariant_mm",
     "row_invariant_mms",
     "self_test",
@@ -101,10 +103,31 @@ def row_invariant_mms(x_MK: torch.Tensor, w_NK: torch.Tensor, sizes: Sequence[in
     return tuple(row_invariant_mm(x_MK, part) for part in w_NK.split(list(sizes)))
 
 
+def row_invariant_gate_mm(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, [M, N/2], where [gate | up] = x_MK @ w_NK.T: the bits of `kernels.rows.silu_gate` on the halves
+    of `row_invariant_mms`.
+
+    w_NK: gate rows, then as many up rows; ContractError for an odd number of rows. On CUDA the way that `self_test`
+    has chosen for a gate of the shape, two launches without a choice.
+    """
+    if len(w_NK) % 2:
+        raise ContractError("row_invariant_gate_mm", expected="as many gate rows as up rows", found=f"{len(w_NK)} rows")
+    if x_MK.is_cuda:
+        from kernels.scaled_mm.choice import chosen_gate_mm
+
+        return chosen_gate_mm(x_MK, w_NK)
+    return silu_gate(*row_invariant_mms(x_MK, w_NK, [len(w_NK) // 2] * 2))
+
+
 def self_test(
-    shapes: Iterable[tuple[int, int]], *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda"
+    shapes: Iterable[tuple[int, int]],
+    *,
+    gates: Iterable[tuple[int, int]] = (),
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
 ) -> None:
-    """Choose the fastest ways of `row_invariant_mm` for weights of the shapes (N, K) on this device, and prove them.
+    """Choose the fastest ways of `row_invariant_mm` for weights of the shapes (N, K) on this device, and prove them;
+    for those of `gates` also the ways of `row_invariant_gate_mm`, of bf16.
 
     On CUDA products of up to 256 rows are timed, once a shape and process (about 0.1 s). Compares rows of one product
     of 2048 rows, bit for bit, with products of 1 to 2000 of them at other positions. dtype: of the result. On the CPU
@@ -116,8 +139,9 @@ def self_test(
         return
     from kernels.scaled_mm.choice import check_row_invariance
 
-    for num_rows, num_columns in shapes:
-        check_row_invariance(num_rows, num_columns, dtype, device)
+    gates = set(gates)
+    for num_rows, num_columns in sorted({*shapes, *gates}):
+        check_row_invariance(num_rows, num_columns, dtype, device, gate=(num_rows, num_columns) in gates)
 
 
 def mxfp4_mm(x_MK: torch.Tensor, weight: Mxfp4Weight, *, impl: Implementation | None = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from kernels.rows import silu_gate
 from kernels.scaled_mm import dense, few_rows
 from kernels.scaled_mm.few_rows import Block
 from schemas.errors import ContractError
@@ -36,6 +37,8 @@ _TEST_ROWS = 2048
 
 _Key = tuple[torch.device, int, int, torch.dtype]
 _chosen: dict[_Key, tuple[Way, ...]] = {}
+#: Of products whose halves are gated: the block that does both, None where two launches are as fast, for each of SIZES.
+_gates: dict[_Key, tuple[Block | None, ...]] = {}
 
 
 def chosen_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -49,6 +52,16 @@ def chosen_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype) -> tor
     if not few_rows.lies_well(w_NK):
         return dense.library_mm(x_MK, w_NK, dtype)
     return few_rows.few_rows_mm(x_MK, w_NK, dtype, way)
+
+
+def chosen_gate_mm(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of x @ w.T's halves, bf16, the way that is chosen for the shape."""
+    rows = len(x_MK)
+    ways = _gates.get(_key(x_MK, w_NK, x_MK.dtype)) if 0 < rows <= few_rows.MOST_ROWS else None
+    block = None if ways is None else ways[bisect.bisect_left(SIZES, rows)]
+    if block is not None and few_rows.lies_well(w_NK):
+        return few_rows.few_rows_mm(x_MK, w_NK, x_MK.dtype, block)
+    return silu_gate(*chosen_mm(x_MK, w_NK, x_MK.dtype).split(len(w_NK) // 2, 1))
 
 
 def choose(x_MK: torch.Tensor, w_NK: torch.Tensor, expected_MN: torch.Tensor) -> dict[int, Way]:
@@ -66,10 +79,40 @@ def _key(x_MK, w_NK, dtype) -> _Key:
     return x_MK.device, *w_NK.shape, dtype
 
 
+def choose_gate(x_MK: torch.Tensor, w_NK: torch.Tensor, expected_MN: torch.Tensor) -> dict[int, Block | None]:
+    """As `choose`, which was called before, for the gate of the product's halves; the block for each of SIZES."""
+    key = _key(x_MK, w_NK, expected_MN.dtype)
+    if key not in _gates:
+        gated = silu_gate(*expected_MN.split(len(w_NK) // 2, 1))
+        _gates[key] = tuple(_gate_choice(x_MK[:size], w_NK, gated[:size]) for size in SIZES)
+    return dict(zip(SIZES, _gates[key], strict=True))
+
+
+def _gate_choice(x_MK, w_NK, gated) -> Block | None:
+    rows, dtype = len(x_MK), gated.dtype
+    if rows > few_rows.MOST_ROWS or len(w_NK) % 16 or not few_rows.takes(*w_NK.shape):
+        return None
+    if torch.cuda.get_device_capability(x_MK.device) != _HOPPER:
+        return None
+    weights, best = _rotated(w_NK), None
+    best_us = _graph_us([partial(chosen_gate_mm, x_MK, weight) for weight in weights])  # none is chosen yet
+    for block in few_rows.blocks(rows, len(w_NK), dtype, x_MK.device, gate=True):
+        if not torch.equal(few_rows.few_rows_mm(x_MK, w_NK, dtype, block), gated):
+            continue
+        us = _graph_us([partial(few_rows.few_rows_mm, x_MK, weight, dtype, block) for weight in weights])
+        if us < best_us:
+            best, best_us = block, us
+    return best
+
+
+def _rotated(w_NK: torch.Tensor) -> list[torch.Tensor]:
+    copies = min(32, -(-_ROTATED_BYTES // (w_NK.numel() * w_NK.itemsize)))
+    return [w_NK, *(w_NK.clone() for _ in range(copies - 1))]
+
+
 def _choice(x_MK, w_NK, expected_MN) -> tuple[Way, ...]:
     dtype = expected_MN.dtype
-    copies = min(32, -(-_ROTATED_BYTES // (w_NK.numel() * w_NK.itemsize)))
-    weights = [w_NK, *(w_NK.clone() for _ in range(copies - 1))]
+    weights = _rotated(w_NK)
 
     def us(rows: int, product: Callable[..., torch.Tensor], *options: Block) -> float | None:
         if not torch.equal(product(x_MK[:rows], w_NK, dtype, *options), expected_MN[:rows]):
@@ -117,17 +160,28 @@ def _graph_us(calls: Sequence[Callable[[], object]]) -> float:
     return min(times)
 
 
-def check_row_invariance(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Choose for a weight [num_rows, num_columns]; raise ContractError unless rows then keep their bits."""
+def check_row_invariance(
+    num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, *, gate: bool = False
+) -> None:
+    """Choose for a weight [num_rows, num_columns]; raise ContractError unless rows then keep their bits.
+
+    gate: of the gate of its halves, too.
+    """
     generator = torch.Generator(device).manual_seed(num_rows * 65536 + num_columns)
     normal = {"generator": generator, "device": device, "dtype": torch.bfloat16}
     w_NK = torch.randn(num_rows, num_columns, **normal)
     x_MK = torch.randn(_TEST_ROWS, num_columns, **normal)
     expected_MN = dense.library_mm(x_MK, w_NK, dtype)
     choose(x_MK, w_NK, expected_MN)
+    if gate:
+        choose_gate(x_MK, w_NK, expected_MN)
     for rows in (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 192, 256, 257, 511, 512, 1000, 1024, 2000):
         chosen = torch.randperm(_TEST_ROWS, generator=generator, device=device)[:rows]
-        if not torch.equal(chosen_mm(x_MK[chosen], w_NK, dtype), expected_MN[chosen]):
+        same = torch.equal(chosen_mm(x_MK[chosen], w_NK, dtype), expected_MN[chosen])
+        if same and gate:
+            wanted = silu_gate(*expected_MN[chosen].split(num_rows // 2, 1))
+            same = torch.equal(chosen_gate_mm(x_MK[chosen], w_NK), wanted)
+        if not same:
             raise ContractError(
                 f"row-invariant product, weight {num_rows} x {num_columns}, {dtype}",
                 expected=f"rows of a product of {_TEST_ROWS} rows, bit for bit",

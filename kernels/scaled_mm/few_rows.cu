@@ -14,13 +14,16 @@
 //
 // Invariant: K is summed in ascending steps of 16 in one fp32 sum, as in dense.py.
 //
-// Compile-time parameters: OUTPUTS, a multiple of 8; TILES; RESULT, float or unsigned short for bf16; and the text of an
+// With GATE a block has as many gate rows of the weight as up rows that belong to them, and y is silu(gate) * up.
+//
+// Compile-time parameters: OUTPUTS, a multiple of 8, of 16 with GATE; GATE, 0 or 1; TILES; RESULT, float or unsigned short for bf16; and the text of an
 // instruction with OUTPUTS / 2 sums: SUMS, its constraints, and OPERANDS, their names.
 // Letters: N rows of the weight, M rows of x, K columns of both.
 
 #include "hopper.cuh"
 
 constexpr u32 W_BYTES = OUTPUTS * 128;  // of 64 columns
+constexpr u32 STORED = GATE ? OUTPUTS / 2 : OUTPUTS;  // columns of y a tile
 constexpr u32 SLOTS_AT = 1024;          // after the barriers
 
 __device__ __forceinline__ void copy_tiles(u32 target, const TensorMap* map, u32 row, u32 tile, u32 barrier) {
@@ -60,12 +63,27 @@ struct Step {
   }
 };
 
-__device__ __forceinline__ void fetch(const TensorMap* x_map, const TensorMap* w_map, Ring ring, u32 tiles, u32 steps) {
+// A slot's rows of the weight. up: the first of the up rows.
+__device__ __forceinline__ void copy_weight(const TensorMap* w_map, const Ring& ring, const Step& step, u32 up) {
+  if (!GATE) {
+    copy_tiles(ring.w(), w_map, step.tile * OUTPUTS, step.step * TILES, ring.full());
+    return;
+  }
+#pragma unroll
+  for (u32 i = 0; i < TILES; ++i)
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half)
+      copy_tiles(ring.w() + i * W_BYTES + half * (W_BYTES / 2), w_map, step.tile * STORED + half * up,
+                 step.step * TILES + i, ring.full());
+}
+
+__device__ __forceinline__ void fetch(const TensorMap* x_map, const TensorMap* w_map, Ring ring, u32 tiles, u32 steps,
+                                      u32 up) {
   Ring ahead = ring;
   Step of_w{steps}, of_x{steps};
   for (u32 i = 0; i < ring.slots && of_w.tile < tiles; ++i, of_w.advance(), ahead.advance()) {
     expect(ahead.full(), ring.slot_bytes());
-    copy_tiles(ahead.w(), w_map, of_w.tile * OUTPUTS, of_w.step * TILES, ahead.full());
+    copy_weight(w_map, ahead, of_w, up);
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");  // for all that ran before on the stream
   for (u32 i = 0; i < ring.slots && of_x.tile < tiles; ++i, of_x.advance(), ring.advance())
@@ -73,7 +91,7 @@ __device__ __forceinline__ void fetch(const TensorMap* x_map, const TensorMap* w
   for (; of_x.tile < tiles; of_x.advance(), ring.advance()) {
     wait(ring.empty(), ring.parity ^ 1);
     expect(ring.full(), ring.slot_bytes());
-    copy_tiles(ring.w(), w_map, of_x.tile * OUTPUTS, of_x.step * TILES, ring.full());
+    copy_weight(w_map, ring, of_x, up);
     copy_tiles(ring.x(), x_map, 0, of_x.step * TILES, ring.full());
   }
 }
@@ -112,24 +130,30 @@ __device__ __forceinline__ void multiply_rows(Ring ring, RESULT* y, u32 rows, u3
     multiply_wait<0>();
     arrive(before, lane == 0);
 #pragma unroll
-    for (u32 i = 0; i < OUTPUTS / 8; ++i) {
-      const u32 n = tile * OUTPUTS + i * 8 + lane % 4 * 2;
+    for (u32 i = 0; i < STORED / 8; ++i) {
+      const u32 n = tile * STORED + i * 8 + lane % 4 * 2;
+      float values[4];
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) {
+        const u32 at = 4 * i + j;
+        values[j] = GATE ? gated(sums[at], sums[(at + OUTPUTS / 4) % (OUTPUTS / 2)]) : sums[at];
+      }
       if (n < outputs) {
         RESULT* target = y + u64(first_m) * outputs + n;
-        if (first_m < rows) store(target, sums[4 * i], sums[4 * i + 1]);
-        if (first_m + 8 < rows) store(target + u64(8) * outputs, sums[4 * i + 2], sums[4 * i + 3]);
+        if (first_m < rows) store(target, values[0], values[1]);
+        if (first_m + 8 < rows) store(target + u64(8) * outputs, values[2], values[3]);
       }
     }
   }
 }
 
-// x_rows: of a box of x, a multiple of 8. steps: of TILES * 64 columns.
+// outputs: columns of y. x_rows: of a box of x, a multiple of 8. steps: of TILES * 64 columns.
 extern "C" __global__ void __launch_bounds__(160, 1)
     few_rows(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, RESULT* y, u32 rows,
              u32 outputs, u32 x_rows, u32 slots, u32 steps) {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const Ring ring{shared_base(), x_rows * 128, slots};
-  const u32 tiles = (outputs + OUTPUTS - 1) / OUTPUTS;
+  const u32 tiles = (outputs + STORED - 1) / STORED;
   if (threadIdx.x == 128) {
     for (Ring r = ring; r.parity == 0; r.advance()) {
       init(r.full(), 1);
@@ -142,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(160, 1)
   // The shuffle tells the compiler that a warp takes one way; else it makes products wait for each other.
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == 4) {
-    if (elected()) fetch(&x_map, &w_map, ring, tiles, steps);
+    if (elected()) fetch(&x_map, &w_map, ring, tiles, steps, outputs);
   } else {
     multiply_rows(ring, y, rows, outputs, tiles, steps);
   }

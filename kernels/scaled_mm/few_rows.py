@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Block:
     outputs: int
     tiles: int
     fp32: bool
+    gate: bool = False
 
     @property
     def defines(self) -> dict[str, int | str]:
@@ -45,6 +46,7 @@ class Block:
         names = [f"%{i}" for i in range(sums + 2)]
         return {
             "OUTPUTS": self.outputs, "TILES": self.tiles, "RESULT": "float" if self.fp32 else "unsigned short",
+            "GATE": int(self.gate),
             "SUMS": ",".join(f'"+f"(sums[{i}])' for i in range(sums)),
             "OPERANDS": f'"{{{",".join(names[:sums])}}}, {names[sums]}, {names[sums + 1]}"',
         }  # fmt: skip
@@ -87,24 +89,30 @@ def lies_well(w_NK: torch.Tensor) -> bool:
     return w_NK.is_contiguous() and w_NK.data_ptr() % 16 == 0
 
 
-def blocks(rows: int, num_outputs: int, dtype: torch.dtype, device: torch.device) -> set[Block]:
-    """Those that may be the fastest."""
+def blocks(rows: int, num_outputs: int, dtype: torch.dtype, device: torch.device, *, gate: bool = False) -> set[Block]:
+    """Those that may be the fastest. num_outputs: rows of the weight."""
     x_rows, fp32 = -(-rows // 8) * 8, dtype == torch.float32
-    return {block_for(num_outputs, x_rows, fp32, _multiprocessors(device), least) for least in (16, 32)}
+    found = {block_for(num_outputs, x_rows, fp32, _multiprocessors(device), least) for least in (16, 32)}
+    # Of a gate's blocks the width is even in eights.
+    return {replace(b, outputs=-(-b.outputs // 16) * 16, gate=True) for b in found} if gate else found
 
 
 def few_rows_mm(x_MK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype, block: Block) -> torch.Tensor:
-    """x @ w.T in dtype (bf16 or fp32, as the block says), both bf16, w of a shape that the kernel takes, lying well."""
-    (rows, columns), outputs = x_MK.shape, len(w_NK)
+    """x @ w.T in dtype (bf16 or fp32, as the block says), both bf16, w of a shape that the kernel takes, lying well.
+
+    With a gate silu(gate) * up, bf16, of the halves of the weight's rows, each a multiple of 8.
+    """
+    (rows, columns), outputs = x_MK.shape, len(w_NK) // (2 if block.gate else 1)
     if not lies_well(x_MK):
         x_MK = x_MK.clone(memory_format=torch.contiguous_format)
     y_MN = torch.empty(rows, outputs, dtype=dtype, device=x_MK.device)
     if rows == 0:
         return y_MN
-    x_rows = -(-rows // 8) * 8
-    maps = tile_map(x_MK, x_rows, block.tiles), tile_map(w_NK, block.outputs, block.tiles)
+    x_rows, stored = -(-rows // 8) * 8, block.outputs // (2 if block.gate else 1)
+    w_map = tile_map(w_NK, stored, 1 if block.gate else block.tiles)
     steps = -(-columns // (64 * block.tiles))
     numbers = (ctypes.c_uint32(n) for n in (rows, outputs, x_rows, block.slots(x_rows), steps))
-    grid = min(-(-outputs // block.outputs), _multiprocessors(x_MK.device)), 1
+    grid = min(-(-outputs // stored), _multiprocessors(x_MK.device)), 1
+    maps = tile_map(x_MK, x_rows, block.tiles), w_map
     _kernel(block, x_MK.device).launch(grid, (*maps, ctypes.c_void_p(y_MN.data_ptr()), *numbers))
     return y_MN

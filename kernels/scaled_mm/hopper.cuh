@@ -1,4 +1,4 @@
-// What kernels for Hopper (sm_90a) share: barriers, copies and products, in the words of PTX.
+// What kernels for Hopper (sm_90a) share: barriers, copies, products and the gate, in the words of PTX.
 
 #pragma once
 
@@ -72,4 +72,17 @@ __device__ __forceinline__ void multiply_wait() {
 // Rows of 128 bytes, swizzled; 1024 bytes from eight rows to the next.
 __device__ __forceinline__ u64 descriptor(u32 address) {
   return u64(1) << 62 | u64(64) << 32 | 1 << 16 | address >> 4;
+}
+
+// silu(gate) * up of both values rounded to bf16, as kernels/rows/kernel.py computes it, instruction by instruction.
+__device__ __forceinline__ float gated(float gate, float up) {
+  float y;
+  asm volatile(
+      "{\n.reg .f32 g, u, e;\n.reg .b16 h;\n"
+      "cvt.rn.bf16.f32 h, %1;\ncvt.f32.bf16 g, h;\ncvt.rn.bf16.f32 h, %2;\ncvt.f32.bf16 u, h;\n"
+      "neg.f32 e, g;\nmul.f32 e, e, 0f3FB8AA3B;\nex2.approx.f32 e, e;\nadd.f32 e, e, 0f3F800000;\n"
+      "div.full.f32 e, g, e;\nmul.f32 %0, e, u;\n}"
+      : "=f"(y)
+      : "f"(gate), "f"(up));
+  return y;
 }

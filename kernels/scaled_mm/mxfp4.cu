@@ -64,19 +64,6 @@ __device__ __forceinline__ void copy_x(u32 target, const TensorMap* map, u32 k, 
       : "memory");
 }
 
-// Of two rounded values, as kernels/rows/kernel.py computes it, instruction by instruction.
-__device__ __forceinline__ float gated(float gate, float up) {
-  float y;
-  asm volatile(
-      "{\n.reg .f32 g, u, e;\n.reg .b16 h;\n"
-      "cvt.rn.bf16.f32 h, %1;\ncvt.f32.bf16 g, h;\ncvt.rn.bf16.f32 h, %2;\ncvt.f32.bf16 u, h;\n"
-      "neg.f32 e, g;\nmul.f32 e, e, 0f3FB8AA3B;\nex2.approx.f32 e, e;\nadd.f32 e, e, 0f3F800000;\n"
-      "div.full.f32 e, g, e;\nmul.f32 %0, e, u;\n}"
-      : "=f"(y)
-      : "f"(gate), "f"(up));
-  return y;
-}
-
 // Eight outputs n, n + 1, ... of one row, as far as there are so many.
 __device__ __forceinline__ void store_eight(unsigned short* target, const u32* part, u32 n, u32 outputs) {
   if (outputs % 8 == 0) {

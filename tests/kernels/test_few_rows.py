@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.scaled_mm import choice, dense, few_rows, row_invariant_mm, self_test
+from kernels.scaled_mm import choice, dense, few_rows, row_invariant_gate_mm, row_invariant_mm, self_test
 from kernels.scaled_mm.few_rows import Block, block_for, few_rows_mm
 
 GPU = pytest.mark.gpu
@@ -28,8 +28,8 @@ def test_a_block_leaves_no_multiprocessor_much_to_read():
 def test_blocks_compile_and_fit(fp32):
     from kernels.scaled_mm.cuda import compile_source
 
-    for outputs in (8, 16, 40, 128):
-        block = Block(outputs, 4 if outputs <= 32 else 1, fp32)
+    for outputs, gate in ((8, False), (16, False), (40, False), (128, False), (16, not fp32), (112, not fp32)):
+        block = Block(outputs, 4 if outputs <= 32 else 1, fp32, gate)
         assert b"few_rows" in compile_source(few_rows.SOURCE, tuple(block.defines.items()))
         for x_rows in (8, 64):
             slots = block.slots(x_rows)
@@ -86,6 +86,45 @@ def test_a_choice_changes_no_bit_and_cures_the_library(shape, monkeypatch):
     assert torch.equal(row_invariant_mm(strided, w), row_invariant_mm(strided.contiguous(), w))
     apart = torch.empty(shape[0] * shape[1] + 1, device="cuda", dtype=BF16)[1:].view(shape).copy_(w)
     assert torch.equal(row_invariant_mm(x[:5], apart), row_invariant_mm(x[:5], w))
+
+
+@GPU
+@pytest.mark.parametrize("shape", [(2064, 192), (272, 4864), (16384, 576)])
+def test_every_gated_block_has_the_bits_of_the_gate_of_the_product(shape):
+    from kernels.rows import silu_gate
+
+    w, x = normal(*shape) / 8, normal(64, shape[1])
+    x[40] = float("nan")
+    others = torch.arange(64, device="cuda") != 40
+    y = dense.library_mm(x, w, BF16)
+    expected = silu_gate(*y.split(shape[0] // 2, 1))
+    gate, up = (x.double() @ w.double().T)[others].split(shape[0] // 2, 1)
+    exact = gate * torch.sigmoid(gate) * up
+    assert float((expected[others].double() - exact).norm() / exact.norm()) < 1e-2
+    for width in range(16, 144, 16):
+        for tiles in (1, 2, 4):
+            block = Block(width, tiles, False, True)
+            if block.slots(64) < 2:
+                continue
+            for rows in (1, 9, 16, 33, 64):
+                found = few_rows_mm(x[:rows], w, BF16, block)
+                assert torch.equal(found[others[:rows]], expected[:rows][others[:rows]]), (block, rows)
+
+
+@GPU
+@pytest.mark.parametrize("shape", [(16384, 2048), (1040, 576), (1000, 512)])
+def test_a_chosen_gate_changes_no_bit(shape, monkeypatch):
+    monkeypatch.setattr(choice, "_chosen", {})
+    monkeypatch.setattr(choice, "_gates", {})
+    w, x = normal(*shape), normal(300, shape[1])
+    before = {rows: row_invariant_gate_mm(x[-rows:], w) for rows in (1, 7, 16, 31, 64, 65, 300)}
+    self_test([], gates=[shape])
+    (ways,) = choice._gates.values()
+    assert all(block is None for block in ways[choice.SIZES.index(96) :])
+    for rows, expected in before.items():
+        assert torch.equal(row_invariant_gate_mm(x[-rows:], w), expected), (rows, ways)
+    apart = torch.empty(w.numel() + 1, device="cuda", dtype=BF16)[1:].view(shape).copy_(w)
+    assert torch.equal(row_invariant_gate_mm(x[:5], apart), row_invariant_gate_mm(x[:5], w))
 
 
 @GPU
