@@ -16,6 +16,9 @@ G KV heads, H query heads, N rows of the call, S sequences.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +33,8 @@ LOG2_E = 1.4426950408889634
 DECODE_ROWS = 64
 #: Triton counts the page lookup as a stage of its own, and halves the rest: 5 gives three buffers of keys and values.
 DECODE_STAGES = 5
+#: Heads that one program merges where sequences have few cuts, so that programs are few.
+MERGED_HEADS, FEW_CUTS = 8, 4
 #: Keys of one tile, for decode and prefill alike: they decide bits, so it is one number for pages of any size.
 KEYS = 64
 
@@ -124,6 +129,8 @@ def _merge_cuts(
     HEADS: tl.constexpr,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    UNROLL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     starts_early(EARLY)
@@ -134,14 +141,13 @@ def _merge_cuts(
     kv_tokens = tl.load(kv_tokens_ptr + sequence)
     if kv_tokens <= SPLIT:
         return
-    # One head a program: what a cut adds waits for the cut before it.
-    head_M = tl.program_id(1) + tl.arange(0, 1)
+    head_M = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     channel_C = tl.arange(0, C)
-    total_MC = tl.zeros([1, C], tl.float32)
-    total_max_M = tl.full([1], float("-inf"), tl.float32)
-    total_sum_M = tl.zeros([1], tl.float32)
+    total_MC = tl.zeros([TOGETHER, C], tl.float32)
+    total_max_M = tl.full([TOGETHER], float("-inf"), tl.float32)
+    total_sum_M = tl.zeros([TOGETHER], tl.float32)
     # Unrolled, so that several cuts are on their way at once.
-    for cut in tl.range(0, tl.cdiv(kv_tokens, SPLIT), loop_unroll_factor=8):
+    for cut in tl.range(0, tl.cdiv(kv_tokens, SPLIT), loop_unroll_factor=UNROLL):
         partial_M = (sequence.to(tl.int64) * cuts + cut) * HEADS + head_M
         acc_MC = tl.load(acc_ptr + partial_M[:, None] * C + channel_C[None, :])
         max_M = tl.load(stats_ptr + partial_M * 2)
@@ -208,8 +214,11 @@ def paged_attention(
         **tile,
     )
     if cuts > 1:
-        options = launch_early(q_NHC.device) | sizes
-        _merge_cuts[(sequences, heads)](acc, stats, cu_rows_S1, kv_tokens_S, o_NHC, cuts, num_warps=1, **options)
+        # One head a program where there are many cuts, since what a cut adds waits for the cut before it.
+        together = math.gcd(heads, MERGED_HEADS) if cuts <= FEW_CUTS else 1
+        options: dict[str, Any] = launch_early(q_NHC.device) | sizes
+        options |= {"TOGETHER": together, "UNROLL": 8 if together == 1 else 2, "num_warps": 1}
+        _merge_cuts[(sequences, heads // together)](acc, stats, cu_rows_S1, kv_tokens_S, o_NHC, cuts, **options)
     # As many sequences as rows may still hide a chunk beside an empty sequence; one row cannot.
     if rows > 1 and not single_rows:
         prefill.prefill(q_NHC, *caches, *tables, o_NHC, scale, tile)

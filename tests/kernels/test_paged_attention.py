@@ -122,6 +122,19 @@ def test_a_narrow_page_table_spares_the_merge_and_keeps_the_bits(triton_interpre
     assert torch.equal(narrow_result, wide_result)
 
 
+def test_how_many_heads_are_merged_at_once_changes_no_bit(triton_interpreter, monkeypatch):
+    from kernels.paged_attention import kernel
+
+    monkeypatch.setattr(kernel.prefill, "prefill", lambda *arguments: None)
+    case = make_case([1, 129, 300], [1] * 3, kv_heads=2, heads=6, channels=64, page_tokens=64, dtype=torch.float32)
+    q, k, v, table, cu_rows, kv = case
+    assert table.shape[1] * 64 <= 128 * kernel.FEW_CUTS
+    few = kernel.paged_attention(*case, split_tokens=128)
+    many = torch.nn.functional.pad(table, (0, 2 * kernel.FEW_CUTS))
+    assert error(few, oracle(*case)) < 1e-6
+    assert torch.equal(kernel.paged_attention(q, k, v, many, cu_rows, kv, split_tokens=128), few)
+
+
 def test_decode_kernel_leaves_sequences_without_one_row(triton_interpreter, monkeypatch):
     from kernels.paged_attention import kernel
 
