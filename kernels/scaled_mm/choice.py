@@ -32,6 +32,8 @@ _ROTATED_BYTES = 160 << 20
 _TRIALS = 5
 #: A further row of zeros must pay: timings differ by less than this anyway.
 _NOISE = 1.02
+#: What our own blocks may take of the library's time: between other kernels these overlap them and the library's do not.
+_OVERLAP = 1.05
 
 _TEST_ROWS = 2048
 
@@ -100,7 +102,7 @@ def _gate_choice(x_MK, w_NK, gated) -> Block | None:
         if not torch.equal(few_rows.few_rows_mm(x_MK, w_NK, dtype, block), gated):
             continue
         us = _graph_us([partial(few_rows.few_rows_mm, x_MK, weight, dtype, block) for weight in weights])
-        if us < best_us:
+        if us < best_us * (_OVERLAP if best is None else 1):
             best, best_us = block, us
     return best
 
@@ -136,7 +138,7 @@ def _fastest(size: int, library: dict[int, float | None], own: dict[Block, float
         if padded >= size and padded_us is not None and padded_us * _NOISE < best_us:
             best, best_us = padded, padded_us
     for block, own_us in own.items():
-        if own_us is not None and own_us < best_us:
+        if own_us is not None and own_us < best_us * (_OVERLAP if isinstance(best, int) else 1):
             best, best_us = block, own_us
     return best
 

@@ -46,7 +46,10 @@ def test_the_fastest_way_with_the_right_bits_is_taken():
     narrow, wide = Block(16, 4, False), Block(32, 4, False)
     assert choice._fastest(16, library, {narrow: 11.9, wide: 11.4}) == wide
     assert choice._fastest(16, library, {narrow: 11.9, wide: None}) == narrow
-    assert choice._fastest(16, library, {narrow: 15.9}) == 48
+    # The library's products do not overlap their neighbours.
+    assert choice._fastest(16, library, {narrow: 16.4}) == narrow
+    assert choice._fastest(16, library, {narrow: 16.9}) == 48
+    assert choice._fastest(16, library, {wide: 16.2, narrow: 16.4}) == wide
     assert choice._fastest(96, library, {}) == 128
     assert choice._fastest(16, dict.fromkeys(choice.SIZES), {}) == 16
 
