@@ -32,7 +32,7 @@ _ROTATED_BYTES = 160 << 20
 _TRIALS = 5
 #: A further row of zeros must pay: timings differ by less than this anyway.
 _NOISE = 1.02
-#: What our own blocks may take of the library's time: between other kernels these overlap them and the library's do not.
+#: What our own blocks may take of the library's time: they overlap their neighbours, and the library's do not.
 _OVERLAP = 1.05
 
 _TEST_ROWS = 2048
