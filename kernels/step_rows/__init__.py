@@ -48,8 +48,9 @@ def decode_rows(
     """Rows of a decode step; tables_SP learns each row's page, in place.
 
     rows_4N: int32, contiguous: ids, or -1 for last_ids_S of the slot; positions; slots; the page of the position. Rows
-    of one slot are alike. tables_SP: int32, contiguous; last_ids_S and keys_S: int64. width: W. impl: None takes the
-    kernel on CUDA and the reference elsewhere; a name forces one. ContractError where sizes or types do not fit.
+    of one slot are alike, or follow one another across at most one page that the table does not know.
+    tables_SP: int32, contiguous; last_ids_S and keys_S: int64. width: W. impl: None takes the kernel on CUDA and the
+    reference elsewhere; a name forces one. ContractError where sizes or types do not fit.
     """
     slots = len(tables_SP)
     rules = (
@@ -77,7 +78,7 @@ def keep_results(
 ) -> torch.Tensor:
     """int32 [3, R]: ids and the bits of both fp32 log-probabilities; last_ids_S of the slots becomes ids, in place.
 
-    ids_R and slots_R: int64; results of one slot are alike. impl: as of `decode_rows`.
+    ids_R and slots_R: int64; of results of one slot that differ, any is kept in last_ids_S. impl: as of `decode_rows`.
     """
     return _implementation(impl, ids_R).keep_results(ids_R, raw_R, sampled_R, slots_R, last_ids_S)
 
