@@ -18,8 +18,9 @@ import torch
 from kernels.testing import check, environment, figure
 from ml.bench_models import SMOLLM2_135M, random_model
 from ml.model import Transformer
-from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
+from ml.rollout.engine import RolloutEngine
 from ml.rollout.pages import pages_for
+from ml.rollout.requests import EngineConfig, Finished, Request
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.wal import TokenLog
 from ml.rollout.wal_format import LogHeader

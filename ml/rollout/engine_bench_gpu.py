@@ -25,8 +25,8 @@ import torch
 from kernels.testing import check, environment, figure
 from ml.bench_models import LLAMA_1B, SMOLLM2_135M, random_model
 from ml.model import Transformer
-from ml.rollout.engine import Finished, Request
 from ml.rollout.engine_bench import Run, random_requests, same
+from ml.rollout.requests import Finished, Request
 from ml.rollout.sizes_bench import sizes_figures
 from ml.rollout.speculation_bench import tail_figures
 from ml.rollout.spill import SpilledKv, decode_kv

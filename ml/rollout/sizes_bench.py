@@ -25,8 +25,9 @@ from ml.device import traits
 from ml.linear import Linear, Precision
 from ml.model import Transformer
 from ml.rollout.pages import pages_for
-from ml.rollout.runner import Placed, Runner, StepRows
+from ml.rollout.runner import Runner
 from ml.rollout.sampling import SamplingParams
+from ml.rollout.steps import Placed, StepRows
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXTS = (256, 1024, 32768)

@@ -20,8 +20,8 @@ from kernels.testing import check, environment, figure
 from ml.bench_models import SMALL, SMOLLM2_135M, random_model
 from ml.device import traits
 from ml.model import Transformer
-from ml.rollout.engine import Finished, Request
 from ml.rollout.engine_bench import Run, random_requests, same
+from ml.rollout.requests import Finished, Request
 
 _PROMPT = 128
 #: A guess is wrong at one token of so many.

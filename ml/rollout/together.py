@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from ml.model import Transformer
 from ml.ranks import leave_ranks
-from ml.rollout.runner import Placed, Runner, StepRows
+from ml.rollout.runner import Runner
 from ml.rollout.sampling import SamplingParams
+from ml.rollout.steps import Placed, StepRows
 from ml.tensor_parallel import Group
 
 #: Most commands fit one broadcast of this size; of longer ones it holds the length.

@@ -25,8 +25,9 @@ import torch
 
 from kernels.testing import check, environment, figure
 from ml.checkpoint import load_model
-from ml.rollout.engine import EngineConfig, Request, RolloutEngine
+from ml.rollout.engine import RolloutEngine
 from ml.rollout.pages import pages_for
+from ml.rollout.requests import EngineConfig, Request
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.wal import TokenLog
 from ml.rollout.wal_format import LogHeader

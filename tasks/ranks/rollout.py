@@ -22,8 +22,9 @@ from infra import leases
 from infra.stores import open_store
 from ml.device import observed, rank_device
 from ml.model import Transformer
-from ml.rollout.engine import EngineConfig, RolloutEngine
+from ml.rollout.engine import RolloutEngine
 from ml.rollout.pages import pages_for
+from ml.rollout.requests import EngineConfig
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.spill import KvLayout
 from ml.rollout.together import dismiss

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from infra.store import ObjectStore
-from ml.rollout.engine import Finished, Request
+from ml.rollout.requests import Finished, Request
 from ml.rollout.spill import SpilledKv
 from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import LoggedTrajectory, Recovered, recover, segments_of

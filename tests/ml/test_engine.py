@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ml.model import SPLIT_TOKENS, SampledCausal, Transformer
-from ml.rollout.engine import Finished, Request
+from ml.rollout.requests import Finished, Request
 from ml.rollout.runner import Runner
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.scheduler import Scheduler, Sequence

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ml.rollout.engine import Request, RolloutEngine
+from ml.rollout.engine import RolloutEngine
+from ml.rollout.requests import Request
 from ml.rollout.sampling import SamplingParams
 from schemas.errors import ContractError
 from tests.support.rollout_world import (

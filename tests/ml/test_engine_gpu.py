@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ml.bench_models import random_model
-from ml.rollout.engine import EngineConfig, Request, RolloutEngine
+from ml.rollout.engine import RolloutEngine
+from ml.rollout.requests import EngineConfig, Request
 from ml.rollout.sampling import SamplingParams
 from tests.support.rollout_world import PLAIN, Lives, MemoryLog, bits, run
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ml.rollout.engine import Request
+from ml.rollout.requests import Request
 from schemas.errors import ContractError
 from tests.support.rollout_world import CONFIG, VOCABULARY, MemoryLog, engine, models, run
 

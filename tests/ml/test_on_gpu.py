@@ -15,7 +15,8 @@ from kernels.testing import relative_error
 from ml.checkpoint import load_model, read_head
 from ml.linear import Compute, Fp8Weights, Linear, Precision
 from ml.model import SampledCausal, Transformer
-from ml.rollout.engine import EngineConfig, Request, RolloutEngine
+from ml.rollout.engine import RolloutEngine
+from ml.rollout.requests import EngineConfig, Request
 from ml.teacher import Reading, hidden_states
 from ml.train.batches import Frame
 from ml.train.heads import TeacherHeads

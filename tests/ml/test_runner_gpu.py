@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ml.bench_models import LLAMA_1B, random_model
-from ml.rollout.engine import EngineConfig, Request, RolloutEngine
+from ml.rollout.engine import RolloutEngine
+from ml.rollout.requests import EngineConfig, Request
 from tests.support.rollout_world import PLAIN, MemoryLog, bits, run
 
 pytestmark = pytest.mark.gpu

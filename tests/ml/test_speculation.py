@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from infra.launch import free_port
 from ml.checkpoint import load_model
 from ml.device import traits
-from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
+from ml.rollout.engine import RolloutEngine
 from ml.rollout.guesses import Guesser
 from ml.rollout.pages import pages_for
+from ml.rollout.requests import EngineConfig, Finished, Request
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.scheduler import Scheduler, Sequence
 from ml.rollout.spill import decode_kv

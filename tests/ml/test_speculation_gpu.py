@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ml.rollout.engine import Request
+from ml.rollout.requests import Request
 from tests.ml.test_engine_gpu import engine, model, plainly, requests, sampled
 from tests.ml.test_speculation import Known
 from tests.support.rollout_world import Lives, bits

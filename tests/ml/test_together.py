@@ -20,7 +20,7 @@ import torch
 from infra.launch import free_port
 from ml.checkpoint import load_model
 from ml.device import rank_device
-from ml.rollout.engine import EngineConfig
+from ml.rollout.requests import EngineConfig
 from ml.rollout.spill import decode_kv
 from ml.rollout.together import decode, dismiss, encode, follow
 from ml.tensor_parallel import join_group

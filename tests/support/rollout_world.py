@@ -16,7 +16,8 @@ import torch
 
 from ml.checkpoint import load_model
 from ml.model import Transformer
-from ml.rollout.engine import EngineConfig, Finished, Request, RolloutEngine
+from ml.rollout.engine import RolloutEngine
+from ml.rollout.requests import EngineConfig, Finished, Request
 from ml.rollout.sampling import SamplingParams
 from ml.rollout.spill import decode_kv
 

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load
 
 from ml.model_files import model_digest
-from ml.rollout.engine import EngineConfig, RolloutEngine
+from ml.rollout.engine import RolloutEngine
+from ml.rollout.requests import EngineConfig
 from schemas import keys
 from schemas.rows import TRAJECTORIES, content_digest
 from schemas.typed_json import from_json
