@@ -7,6 +7,7 @@ import torch
 
 from kernels.scaled_mm import choice, dense, few_rows, row_invariant_gate_mm, row_invariant_mm, self_test
 from kernels.scaled_mm.few_rows import Block, block_for, few_rows_mm
+from schemas.errors import ContractError
 
 GPU = pytest.mark.gpu
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -112,6 +113,11 @@ def test_every_gated_block_has_the_bits_of_the_gate_of_the_product(shape):
             for rows in (1, 9, 16, 33, 64):
                 found = few_rows_mm(x[:rows], w, BF16, block)
                 assert torch.equal(found[others[:rows]], expected[:rows][others[:rows]]), (block, rows)
+
+
+def test_a_gate_without_as_many_up_rows_is_refused():
+    with pytest.raises(ContractError, match="7 rows"):
+        row_invariant_gate_mm(torch.ones(2, 8), torch.ones(7, 8))
 
 
 @GPU
