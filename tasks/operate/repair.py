@@ -283,8 +283,9 @@ class _Repair:
         for table, entry in manifest.tables.items():
             if key in entry.row_keys and self._holds(table, entry):
                 rows = tables.read_rows(self.root, table, entry.slice)
+                added = TABLES[table].added_columns  # a row has them where they say something
                 own = [
-                    row for row in rows
+                    {n: v for n, v in row.items() if v is not None or n not in added} for row in rows
                     if row.get("partition", partition) == partition
                     and row.get("object_key", owned + "/").startswith(owned + "/")
                 ]  # fmt: skip
