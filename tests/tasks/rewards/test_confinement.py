@@ -80,7 +80,7 @@ def test_a_verifier_that_ends_itself_leaves_nothing(either: str) -> None:
 
 def test_a_killed_owner_leaves_nothing(either: str) -> None:
     code = (
-        "import os, sys\nfrom tasks import rewards\n"
+        "import os, sys\nfrom tasks.rewards import child as rewards\n"
         f"if {either == 'without'}: rewards.no_namespaces = lambda: 'told'\n"
         "process = rewards.VerifierProcess(rewards.VerifierSettings(60.0, 1 << 30))\n"
         f"process.call('tests.support.verifiers:starts', '98704', {PROMPT!r})\nprint('started', flush=True)\n"
