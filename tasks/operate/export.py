@@ -85,19 +85,18 @@ def _existing_parent(folder: Path) -> Path:
 
 
 def _trained(store: Any, history: History, run_id: str, iteration: int | None) -> StageResult:
-    wanted = [iteration] if iteration is not None else range(_iterations(store, run_id) - 1, -1, -1)
-    for number in wanted:
-        if (found := past_stage(store, history, run_id, number, "train")) is not None:
-            return found
+    """The train stage of an iteration, or of the newest one: iterations finish in order."""
+    found = past_stage(store, history, run_id, iteration or 0, "train")
+    while found is not None and iteration is None:
+        following = past_stage(store, history, run_id, found.iteration + 1, "train")
+        if following is None:
+            break
+        found = following
+    if found is not None:
+        return found
     what = "of an iteration" if iteration is None else f"of iteration {iteration}"
     raise ContractError(f"run {run_id}", expected=f"a trained student {what}", found="none so far",
                         next_command="opd run CONFIG")  # fmt: skip
-
-
-def _iterations(store: Any, run_id: str) -> int:
-    """How many iterations the run has begun."""
-    numbers = [key.split("/")[2] for key in store.list(f"runs/{run_id}/")]
-    return max((int(n) + 1 for n in numbers if n.isdecimal()), default=0)
 
 
 def card(store: Any, history: History, run_id: str, trained: StageResult, dtype: str) -> str:

@@ -6,13 +6,10 @@ The oracle is the engine without guesses. What is guessed is drawn here from the
 from __future__ import annotations
 
 import math
-import multiprocessing
-import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.launch import free_port
-from ml.checkpoint import load_model
 from ml.device import traits
 from ml.rollout.engine import RolloutEngine
 from ml.rollout.guesses import Guesser
@@ -34,7 +29,6 @@ from ml.rollout.wal import TokenLog
 from ml.rollout.wal_format import LogHeader
 from ml.rollout.wal_recovery import read_folder, recover
 from schemas.errors import ContractError
-from tests.ml import test_together
 from tests.ml.test_engine_bits import FilledUp, count_rows
 from tests.support.rollout_world import (
     CONFIG,
@@ -454,48 +448,3 @@ def test_an_engine_guesses_only_when_asked(device):
     assert config.guess_tokens == 0
     most = traits(device).guess_tokens
     assert Guesser(most, ahead=config.steps_in_flight > 0).most == most > 0
-
-
-# --- ranks that share a model
-
-
-def be_guessing_rank(rank: int, folder: Path) -> None:
-    """Only rank 0 guesses, and it makes mistakes: the other computes what it is told."""
-    if rank == 0:
-        import ml.rollout.engine
-
-        known = Known(pickle.loads((folder / "responses.pickle").read_bytes()), 3)
-        ml.rollout.engine.Guesser = known.made  # pyright: ignore[reportAttributeAccessIssue]
-    guess_in_sites()
-    test_together.be_rank(rank, folder, "cpu")
-    assert rank or known.guessed > 50
-
-
-def guess_in_sites() -> None:
-    config, _, channels = test_together.SITES["cpu"]
-    guessing = replace(config, guess_tokens=4, num_pages=30, max_sequences=3)
-    test_together.SITES["cpu"] = guessing, test_together.LONGER, channels
-
-
-def test_two_ranks_take_the_same_guesses(tmp_path):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(5)
-    sizes: dict[str, Any] = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 160,
-    }  # fmt: skip
-    Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.2)).save_pretrained(tmp_path)
-    (tmp_path / "port").write_text(str(free_port()))
-    model = load_model(tmp_path, precision="bf16", compute="bf16")
-    wanted = {r.trajectory_id: alone(model, r) for r in test_together.LONGER}
-    (tmp_path / "responses.pickle").write_bytes(pickle.dumps({i: w[1] for i, w in wanted.items()}))
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=be_guessing_rank, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-    assert [process.exitcode for process in processes] == [0, 0]
-    found = pickle.loads((tmp_path / "outcome.pickle").read_bytes())
-    assert found["responses"] == wanted
